@@ -1,0 +1,250 @@
+"""The public op: a*x + y, its derivatives and its batching rule.
+
+With out = a*x + y and g the gradient of a loss with respect to out,
+
+    dx = a*g        da = sum of g*x over the axes that a doesn't have        dy = g
+
+so that the backward pass is one kernel over g and x, or over one of them where only one of dx and da is wanted. These
+are bilinear, and their derivatives are made of the same operations: with u the gradient with respect to dx and v with
+respect to da,
+
+    d/da = sum of u*g        d/dg = a*u + v*x        d/dx = v*g
+
+Each rule below calls only differentiable operations, so derivatives of any order exist.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from tiledops import blocks, chips, config, contract, modes
+from tiledops.config import PipelineConfig
+from tiledops.stream import Operation
+
+
+def axpy(a: Any, x: Any, y: Any, *, config: PipelineConfig | None = None, spec: Any = None) -> jax.Array:
+    """The scaled add a*x + y, in float32, rounded once to y's dtype (BLAS AXPY: y is the accumulator).
+
+    On TPU, one pipelined kernel that reads x and y once and writes the result once, and another for the backward pass.
+    Differentiable any number of times in reverse mode. A gain that is not differentiated keeps no activation.
+
+    >>> x, y = jnp.full((3, 5), 2.0), jnp.ones((3, 5))
+    >>> tiledops.axpy(0.5, x, y)[0]
+    Array([2., 2., 2., 2., 2.], dtype=float32)
+    >>> jax.grad(lambda a: tiledops.axpy(a, x, y).sum())(0.5)
+    Array(30., dtype=float32, weak_type=True)
+
+    Args:
+      a: the gain: a Python number, a scalar array, one number a feature `(x.shape[-1],)`, or one an example
+        `(x.shape[0], 1, ..., 1)`; float32 or bfloat16. A traced gain never recompiles.
+      x, y: arrays of one shape, any rank, not empty; each float32 or bfloat16.
+      config: how to tile, schedule and run it; default: `use_config`'s, else chosen for the chip.
+      spec: the PartitionSpec of x and y on a mesh with `Auto` axes.
+
+    Returns:
+      An array of y's shape and dtype.
+
+    Raises:
+      TypeError: an operand that is not a float32 or bfloat16 array.
+      ValueError: shapes that differ, an empty array, a gain that doesn't broadcast by the rule, a block that doesn't
+        fit the chip's VMEM.
+      RuntimeError: mode "tpu" in a program that is not for a TPU.
+    """
+    a, x, y = contract.check_operands(a, x, y)
+    call = Call.of(config)
+    del spec
+    return _axpy(call, a, x, y)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What is static of a call: how it is cut, what runs it, and the chip that it is for."""
+
+    config: PipelineConfig
+    mode: str
+    chip: Any
+
+    @classmethod
+    def of(cls, options: PipelineConfig | None) -> Call:
+        resolved = config.resolve(options)
+        return cls(resolved, modes.resolve(resolved), chips.target()[0])
+
+    def run(
+        self,
+        block: Any,
+        a: jax.Array | None,
+        arrays: tuple[jax.Array, ...],
+        *,
+        outs: tuple[Any, ...] = (),
+        total: tuple[int, ...] | None = None,
+    ) -> tuple[jax.Array, ...]:
+        """Runs a block function over arrays of one shape, with the gain `a` or none.
+
+        Args:
+          outs: dtypes of the arrays that it stores.
+          total: the shape of the gain whose gradient it sums, or None.
+        """
+        shape = arrays[0].shape
+        operation = Operation(
+            block,
+            tuple(map(jnp.dtype, outs)),
+            None if total is None else _aligned(total, shape),
+            self.config,
+            self.mode,
+            self.chip,
+        )
+        coefficients = () if a is None else (a.reshape(_aligned(a.shape, shape)),)
+        results = _vectorized(operation)(coefficients, arrays)
+        return results if total is None else (*results[:-1], results[-1].reshape(total))
+
+
+def _aligned(gain: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a gain with x's rank: a scalar is 1 along every axis, a vector runs along the last."""
+    return (1,) * (len(shape) - len(gain)) + gain
+
+
+# a*x + y
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _axpy(call: Call, a: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    (out,) = call.run(blocks.axpy, a, (x, y), outs=(y.dtype,))
+    return out
+
+
+def _axpy_forward(call: Call, a: Any, x: Any, y: Any) -> tuple[jax.Array, Saved]:
+    out = _axpy(call, a.value, x.value, y.value)
+    return out, Saved.of(a, x)
+
+
+def _axpy_backward(call: Call, saved: Saved, g: Any) -> tuple[Any, Any, Any]:
+    if isinstance(g, SymbolicZero):
+        return None, None, None
+    return *_gradients(call, saved, g), g
+
+
+_axpy.defvjp(_axpy_forward, _axpy_backward, symbolic_zeros=True)
+
+
+# a*g
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _scale(call: Call, dtype: Any, a: jax.Array, g: jax.Array) -> jax.Array:
+    (dx,) = call.run(blocks.scale, a, (g,), outs=(dtype,))
+    return dx
+
+
+def _scale_forward(call: Call, dtype: Any, a: Any, g: Any) -> tuple[jax.Array, Saved]:
+    return _scale(call, dtype, a.value, g.value), Saved.of(a, g)
+
+
+def _scale_backward(call: Call, dtype: Any, saved: Saved, u: Any) -> tuple[Any, Any]:
+    if isinstance(u, SymbolicZero):
+        return None, None
+    return _gradients(call, saved, u)
+
+
+_scale.defvjp(_scale_forward, _scale_backward, symbolic_zeros=True)
+
+
+# sum of g*x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _dot(call: Call, shape: tuple[int, ...], g: jax.Array, x: jax.Array) -> jax.Array:
+    (da,) = call.run(blocks.dot, None, (g, x), total=shape)
+    return da
+
+
+def _dot_forward(call: Call, shape: tuple[int, ...], g: jax.Array, x: jax.Array) -> tuple[jax.Array, Any]:
+    return _dot(call, shape, g, x), (g, x)
+
+
+def _dot_backward(call: Call, shape: tuple[int, ...], saved: Any, v: jax.Array) -> tuple[Any, Any]:
+    g, x = saved
+    return _scale(call, g.dtype, v, x), _scale(call, x.dtype, v, g)
+
+
+_dot.defvjp(_dot_forward, _dot_backward)
+
+
+# a*g and sum of g*x in one pass
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _scale_and_dot(call: Call, dtype: Any, a: jax.Array, g: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return call.run(blocks.scale_and_dot, a, (g, x), outs=(dtype,), total=a.shape)
+
+
+def _scale_and_dot_forward(call: Call, dtype: Any, a: jax.Array, g: jax.Array, x: jax.Array) -> tuple[Any, Any]:
+    return _scale_and_dot(call, dtype, a, g, x), (a, g, x)
+
+
+def _scale_and_dot_backward(call: Call, dtype: Any, saved: Any, gradients: Any) -> tuple[Any, Any, Any]:
+    (a, g, x), (u, v) = saved, gradients
+    au, ug = _scale_and_dot(call, g.dtype, a, u, g)
+    return ug.astype(a.dtype), _axpy(call, v, x, au), _scale(call, x.dtype, v, g)
+
+
+_scale_and_dot.defvjp(_scale_and_dot_forward, _scale_and_dot_backward)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["a", "x"], meta_fields=["dtype"]
+)
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """What the backward pass of a*x needs: x if a is differentiated, a and the dtype of dx if x is."""
+
+    a: jax.Array
+    x: jax.Array | None
+    dtype: Any
+
+    @classmethod
+    def of(cls, a: Any, x: Any) -> Saved:
+        """From the operands as `custom_vjp` hands them over: with `value` and `perturbed`."""
+        return cls(a.value, x.value if a.perturbed else None, x.value.dtype if x.perturbed else None)
+
+
+def _gradients(call: Call, saved: Saved, g: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
+    """da and dx, each None if nobody differentiates by it. da has a's dtype, dx has x's."""
+    a, x, dtype = saved.a, saved.x, saved.dtype
+    da = dx = None
+    if x is not None and dtype is not None:
+        dx, da = _scale_and_dot(call, dtype, a, g, x)
+    elif x is not None:
+        da = _dot(call, a.shape, g, x)
+    elif dtype is not None:
+        dx = _scale(call, dtype, a, g)
+    return None if da is None else da.astype(a.dtype), dx
+
+
+# The kernels under vmap
+
+
+@functools.cache
+def _vectorized(operation: Operation) -> Any:
+    """An operation with its batching rule: a mapped axis is one more leading axis of the same operation."""
+    batched = jax.custom_batching.custom_vmap(operation)
+
+    @batched.def_vmap
+    def rule(size: int, in_batched: Any, coefficients: Any, arrays: Any) -> tuple[Any, Any]:
+        mapped_coefficients, mapped_arrays = in_batched
+        coefficients = tuple(
+            c if mapped else c[None] for c, mapped in zip(coefficients, mapped_coefficients, strict=True)
+        )
+        arrays = tuple(
+            x if mapped else jnp.broadcast_to(x, (size, *x.shape)) for x, mapped in zip(arrays, mapped_arrays, strict=True)
+        )
+        total = None if operation.total is None else (size, *operation.total)
+        results = _vectorized(dataclasses.replace(operation, total=total))(coefficients, arrays)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return batched

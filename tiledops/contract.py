@@ -1,0 +1,119 @@
+"""What is accepted: every check of user input, and its message.
+
+Each message says the rule, what was got and what to do. TypeError for the wrong kind of thing (a dtype, a string),
+ValueError for a wrong value of the right kind (a shape, a block that is no multiple).
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+BLOCK_MULTIPLES = (8, 128)  # sublanes and lanes of a 32-bit vector register, the tile of every TPU generation
+BUFFERS = (2, 3)
+SCHEDULES = ("pipelined", "synchronous", "blocked")
+MODES = ("tpu", "simulate", "reference")
+DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
+
+
+def check_block(block: Any) -> tuple[int, int]:
+    rule = "block must be (rows, cols), two positive integers in multiples of (8, 128)"
+    if not isinstance(block, Sequence) or isinstance(block, str) or len(block) != 2:
+        raise TypeError(f"{rule}; got {block!r}")
+    if not all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in block):
+        raise TypeError(f"{rule}; got {block!r}")
+    rows, cols = int(block[0]), int(block[1])
+    if rows <= 0 or cols <= 0 or rows % BLOCK_MULTIPLES[0] or cols % BLOCK_MULTIPLES[1]:
+        nearest = tuple(max(1, round(n / m)) * m for n, m in zip((rows, cols), BLOCK_MULTIPLES, strict=True))
+        raise ValueError(f"{rule}; got {block!r}. The nearest is {nearest}")
+    return rows, cols
+
+
+def check_buffers(buffers: Any) -> None:
+    if not isinstance(buffers, int) or isinstance(buffers, bool) or buffers not in BUFFERS:
+        raise ValueError(f"buffers must be 2 (double buffering) or 3; got {buffers!r}")
+
+
+def check_schedule(schedule: Any) -> None:
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}; got {schedule!r}")
+
+
+def check_mode(mode: Any, source: str) -> None:
+    if mode is not None and mode not in MODES:
+        raise ValueError(f"{source} must be one of {', '.join(MODES)}; got {mode!r}")
+
+
+def check_config(config: Any, kind: type) -> None:
+    if config is not None and not isinstance(config, kind):
+        raise TypeError(f"config must be a tiledops.PipelineConfig or None; got {config!r}")
+
+
+def check_dtype(dtype: Any, what: str) -> jnp.dtype:
+    """float32 and bfloat16 alone. No TPU generation compiles float16, though the simulator would run it, and 8-byte
+    types hang Pallas's tiling inference, so that what is not known to work is refused in every mode alike."""
+    if dtype in DTYPES:
+        return jnp.dtype(dtype)
+    ways_out = {"float64": "x.astype(jnp.float32)", "float16": "x.astype(jnp.bfloat16)"}
+    raise TypeError(
+        f"{what} must be float32 or bfloat16; got {dtype}. Convert it first, e.g. with "
+        f"{ways_out.get(str(dtype), 'x.astype(jnp.float32)')}"
+    )
+
+
+def check_array(value: Any, what: str) -> jax.Array:
+    """An array (JAX's, NumPy's or a traced one) or a Python float, as a float32 or bfloat16 jax.Array."""
+    if isinstance(value, (bool, int, complex)) and not isinstance(value, (float, np.generic)):
+        raise TypeError(f"{what} must be a float32 or bfloat16 array; got the Python {type(value).__name__} {value!r}")
+    if not isinstance(value, (jax.Array, np.ndarray, np.generic, float)) and not hasattr(value, "__jax_array__"):
+        raise TypeError(
+            f"{what} must be a float32 or bfloat16 array; got {type(value).__name__}. "
+            "Convert it first, e.g. with jnp.asarray"
+        )
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind not in "fV":
+        check_dtype(value.dtype, what)
+    array = jnp.asarray(value)
+    check_dtype(array.dtype, what)
+    return array
+
+
+def check_operands(a: Any, x: Any, y: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The operands of `a*x + y` as arrays: x and y of one shape, a broadcasting against them by the rule."""
+    x, y = check_array(x, "x"), check_array(y, "y")
+    if x.shape != y.shape:
+        raise ValueError(
+            f"x and y must have the same shape; got {x.shape} and {y.shape}. Broadcast one first, e.g. with "
+            "jnp.broadcast_to"
+        )
+    if x.size == 0:
+        raise ValueError(f"x and y must not be empty; got shape {x.shape}")
+    return check_gain(a, x.shape), x, y
+
+
+def check_gain(a: Any, shape: tuple[int, ...]) -> jax.Array:
+    """A gain as an array: a scalar, one number a feature, or one number an example.
+
+    A Python number becomes a weakly typed float32, so that its value never enters the compiled program's identity.
+    """
+    if isinstance(a, (bool, np.bool_)):
+        raise TypeError(f"a must be a number or a float32 or bfloat16 array; got the boolean {a!r}")
+    if isinstance(a, numbers.Real) and not isinstance(a, np.generic | np.ndarray):
+        return jnp.asarray(float(a))  if not jax.config.jax_enable_x64 else jnp.asarray(a, jnp.float32)
+    if isinstance(a, np.float64):  # NumPy's float64 scalar is a Python float
+        return jnp.asarray(a, jnp.float32)
+    if isinstance(a, (str, bytes, complex)):
+        raise TypeError(f"a must be a number or a float32 or bfloat16 array; got {type(a).__name__} {a!r}")
+    gain = check_array(a, "a")
+    per_example = shape[:1] + (1,) * (len(shape) - 1)
+    allowed = {(): "()", shape[-1:]: f"{shape[-1:]} (one a feature)", per_example: f"{per_example} (one an example)"}
+    if gain.shape not in allowed:
+        raise ValueError(
+            f"a must be a number or have shape {' or '.join(allowed.values())} for x of shape {shape}; got shape "
+            f"{gain.shape}"
+        )
+    return gain

@@ -1,0 +1,66 @@
+"""What runs a kernel: a TPU, its simulator, or plain jnp. A mode that was asked for never becomes another.
+
+tpu        Mosaic compiles the kernel; RuntimeError where the program is for anything but a TPU.
+simulate   Pallas interprets the kernel on the host: the same grid, buffers, DMAs and semaphores, its race detector
+           on. It shows that the pipeline is right, not that it is fast.
+reference  the same block function over the whole array in plain jnp: no kernel at all.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import jax
+from jax.experimental.pallas import tpu as pltpu
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from tiledops import chips, contract
+from tiledops.config import PipelineConfig
+
+TPU, SIMULATE, REFERENCE = "tpu", "simulate", "reference"
+
+
+def resolve(config: PipelineConfig) -> str:
+    """The mode of a call: its own, else the environment's, else by the chip that the program is for."""
+    environment = os.environ.get("TILEDOPS_MODE") or None
+    contract.check_mode(environment, "the environment's TILEDOPS_MODE")
+    return config.mode or environment or (TPU if chips.target()[1] else SIMULATE)
+
+
+@functools.cache
+def interpret_params(num_cores: int) -> Any:
+    """How `simulate` interprets a kernel."""
+    return pltpu.InterpretParams(
+        detect_races=True,
+        # A ragged last block reaches past the array's edge, as it does on TPU; what lies there reads as NaN.
+        buffer_bounds="padded",
+        num_cores_or_threads=num_cores,
+    )
+
+
+_for_tpu = Primitive("tiledops_for_tpu")
+_for_tpu.def_abstract_eval(lambda x: x)
+
+
+def for_tpu(x: jax.Array) -> jax.Array:
+    """`x` itself, in a program that lowers for TPU alone.
+
+    Only lowering knows the platform: `jax.export(..., platforms=["tpu"])` and ahead-of-time compilation trace on a
+    CPU, and are right to. Lowered for anything else, it raises RuntimeError before any kernel is reached.
+    """
+    return _for_tpu.bind(x)
+
+
+def _refuse(context: Any, operand: Any) -> Any:
+    raise RuntimeError(
+        "mode='tpu' runs on TPU only and never falls back; this program is being lowered for "
+        f"{' and '.join(context.module_context.platforms)}. Use mode='simulate' (Pallas interprets the kernel) or "
+        "mode='reference' (plain jnp) here, or compile ahead of time for a TPU topology."
+    )
+
+
+mlir.register_lowering(_for_tpu, _refuse)
+mlir.register_lowering(_for_tpu, lambda context, operand: [operand], platform="tpu")

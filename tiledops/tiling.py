@@ -1,0 +1,244 @@
+"""How to cut: the block of a tile, the grid of tiles, and what they cost in VMEM and HBM. Pure Python."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from tiledops import chips, contract, layouts
+from tiledops.config import PipelineConfig, resolve
+from tiledops.layouts import LANES, SUBLANES, round_up
+
+OUTPUT_BUFFERS = 2  # emit_pipeline takes a third output buffer only from jax 0.12 on
+
+# The share of a kernel's VMEM that its stream buffers may take: the rest is for gains, accumulators and what Mosaic
+# spills. With three float32 streams it makes blocks of 2 MiB on v4 and v5, and of 4 MiB on v6e and TPU7x, which is
+# what XLA's own fusion of a*x + y uses there (2.6 and 4 MiB).
+VMEM_SHARE = 0.75
+
+# A pipeline hides all but its first load and its last store, so that it should have several steps; but a step that
+# moves less than the memory delivers during one DMA's latency (about a microsecond, not measured here) waits.
+STEPS = 8
+LATENCY_SECONDS = 1e-6
+
+# A block is computed in slabs of at most 64 float32 registers, in a loop: enough to fill the vector unit, and the
+# program stays small however large the block is.
+SLAB_ELEMENTS = 64 * SUBLANES * LANES
+
+
+@dataclasses.dataclass(frozen=True)
+class TilePlan:
+    """How the tiles of one operation are cut.
+
+    Attributes:
+      shape: extents of the array's zero-copy view (`tiledops.layouts`), rank 1 or more; the last two axes are tiled.
+      block: extents of one tile; the last tile along an axis may hang over its edge.
+      grid: number of tiles along each axis of the view.
+      order: axes of the view from the outermost loop to the innermost.
+      slab: how many indices of axis `slab_axis` are computed at once.
+      cores: TensorCores that share the grid.
+      split: the axis of the view whose tiles the cores share out.
+      buffers: VMEM buffers of each input.
+      buffer_bytes: VMEM of all stream buffers.
+      hbm_bytes: HBM read and written, in logical bytes, each operand once.
+      vmem_limit_bytes: what the kernel asks of the compiler, where the buffers don't fit the default; else None.
+    """
+
+    shape: tuple[int, ...]
+    block: tuple[int, ...]
+    grid: tuple[int, ...]
+    order: tuple[int, ...]
+    slab_axis: int
+    slab: int
+    cores: int
+    split: int
+    buffers: int
+    buffer_bytes: int
+    hbm_bytes: int
+    vmem_limit_bytes: int | None
+
+    @property
+    def programs(self) -> int:
+        """Number of tiles, which is the number of grid steps."""
+        return math.prod(self.grid)
+
+    @property
+    def padded_elements(self) -> int:
+        """Elements of all tiles together, what hangs over the edges included."""
+        return self.programs * math.prod(self.block)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The grid of each core, in loop order: the split axis is shared out, rounded up."""
+        return tuple(-(-self.grid[d] // self.cores) if d == self.split else self.grid[d] for d in self.order)
+
+
+def plan_tiles(
+    shape: tuple[int, ...], dtype: Any, *, chip: str = chips.DEFAULT_CHIP, config: PipelineConfig | None = None
+) -> TilePlan:
+    """The plan of `axpy` for x and y of one shape and dtype.
+
+    >>> plan = tiledops.plan_tiles((17, 257), jnp.float32, config=tiledops.PipelineConfig(block=(8, 128)))
+    >>> plan.grid, plan.programs, plan.padded_elements, plan.buffer_bytes
+    ((3, 3), 9, 9216, 24576)
+
+    Args:
+      shape, dtype: of x, y and the result.
+      chip: "v4", "v5e", "v5p", "v6e" or "tpu7x".
+      config: block and buffers; default: inside `use_config`, its fields, else chosen for the chip.
+
+    Raises:
+      ValueError: an unknown chip, or a block that does not fit the chip's VMEM.
+      TypeError: a dtype that is neither float32 nor bfloat16.
+    """
+    dtype = contract.check_dtype(jnp.dtype(dtype), "dtype")
+    size = dtype.itemsize
+    view = layouts.view(tuple(shape), dtype)
+    return plan(view.shape, (size, size), (size,), info=chips.chip_info(chip), config=resolve(config))
+
+
+def plan(
+    shape: tuple[int, ...],
+    in_bytes: tuple[int, ...],
+    out_bytes: tuple[int, ...],
+    *,
+    info: Any,
+    config: PipelineConfig,
+    summed: bool = False,
+    kept: int | None = None,
+    vectors: tuple[int, ...] = (),
+) -> TilePlan:
+    """The plan of any streamed operation.
+
+    Args:
+      shape: of the view.
+      in_bytes, out_bytes: item sizes of the streams.
+      info: the chip (`pltpu.TpuInfo`).
+      config: the user's block and buffers.
+      summed: whether there is a sum.
+      kept: the axis of the view that the sum keeps: the outer loop, so that one sum is finished before the next.
+      vectors: axes that a coefficient or the sum runs along. Down the second-minor axis, a vector lies along the lanes
+        of VMEM, where slices start at multiples of 128: blocks have multiples of 128 rows. Along a leading axis, it
+        is one scalar a tile.
+    """
+    rank = len(shape)
+    column = rank > 1 and rank - 2 in vectors
+    ones = frozenset(axis for axis in vectors if axis < rank - 2)
+    streams = config.buffers * sum(in_bytes) + OUTPUT_BUFFERS * sum(out_bytes)  # VMEM bytes of one element
+    fewest_bytes = min((*in_bytes, *out_bytes), default=4)
+    if config.block is None:
+        block = _choose(shape, info, streams, sum(in_bytes) + sum(out_bytes), fewest_bytes, column, ones)
+    else:
+        block = _users(shape, config.block, fewest_bytes, column)
+    grid = tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
+    order = tuple(sorted(range(rank), key=lambda axis: axis != kept))
+    # The cores share out the first axis that has more than one tile. A sum has one accumulator a core: if the axis that
+    # it keeps can't be shared out, each core sums its part and a last addition joins them.
+    split = next((axis for axis in order if grid[axis] > 1), order[0])
+    cores = info.num_cores if grid[split] > 1 and not (summed and kept in ones) else 1
+    slab_axis, slab = _slab(block, column)
+    buffer_bytes = streams * _tiled_elements(block)
+    if config.block is not None and buffer_bytes > info.vmem_capacity_bytes:
+        raise ValueError(
+            f"block={config.block} with buffers={config.buffers} needs {buffer_bytes} bytes of VMEM for "
+            f"{len(in_bytes)} inputs and {len(out_bytes)} outputs; {chips.chip_name(info)} has "
+            f"{info.vmem_capacity_bytes}. Choose a smaller block, or leave block=None"
+        )
+    return TilePlan(
+        shape=shape,
+        block=block,
+        grid=grid,
+        order=order,
+        slab_axis=slab_axis,
+        slab=slab,
+        cores=cores,
+        split=split,
+        buffers=config.buffers,
+        buffer_bytes=buffer_bytes,
+        hbm_bytes=(sum(in_bytes) + sum(out_bytes)) * math.prod(shape),
+        vmem_limit_bytes=_vmem_limit(buffer_bytes, info),
+    )
+
+
+def _vmem_limit(buffer_bytes: int, info: Any) -> int | None:
+    """The default where the buffers leave room; else their share of a larger limit, up to all that the chip has."""
+    wanted = int(buffer_bytes / VMEM_SHARE)
+    return None if wanted <= chips.scoped_vmem_bytes(info) else min(wanted, info.vmem_capacity_bytes)
+
+
+def _tiled_elements(block: tuple[int, ...]) -> int:
+    """Elements that a block occupies in VMEM, where its last two axes are padded to whole (8, 128) tiles."""
+    if len(block) == 1:
+        return round_up(block[0], SUBLANES * LANES)
+    return math.prod(block[:-2]) * round_up(block[-2], SUBLANES) * round_up(block[-1], LANES)
+
+
+def _multiples(rank: int, fewest_bytes: int, column: bool) -> tuple[int, int]:
+    """Of rows and columns of a block: whole packed tiles, so that no transfer splits one."""
+    packed = 4 // fewest_bytes
+    if rank == 1:
+        return 1, packed * SUBLANES * LANES
+    return LANES if column else packed * SUBLANES, LANES
+
+
+def _choose(
+    shape: tuple[int, ...],
+    info: Any,
+    vmem_per_element: int,
+    hbm_per_element: int,
+    fewest_bytes: int,
+    column: bool,
+    ones: frozenset[int],
+) -> tuple[int, ...]:
+    """The largest contiguous block within the VMEM share that still leaves several steps; small arrays whole."""
+    total = math.prod(shape[:-2]) * round_up(shape[-1], LANES) * (round_up(shape[-2], SUBLANES) if shape[1:] else 1)
+    most = int(VMEM_SHARE * chips.scoped_vmem_bytes(info)) // vmem_per_element
+    worthwhile = int(LATENCY_SECONDS * info.mem_bw_bytes_per_second) // hbm_per_element
+    budget = min(most, max(worthwhile, total // STEPS))
+    row_multiple, col_multiple = _multiples(len(shape), fewest_bytes, column)
+    if len(shape) == 1:
+        return (_balanced(shape[0], budget, col_multiple),)
+    cols = _balanced(shape[-1], budget // row_multiple, col_multiple)
+    rows = _balanced(shape[-2], budget // round_up(cols, LANES), row_multiple)
+    block = [rows, cols]
+    room = budget // (round_up(rows, SUBLANES) * round_up(cols, LANES)) if (rows, cols) == shape[-2:] else 1
+    for axis in reversed(range(len(shape) - 2)):
+        block.insert(0, 1 if axis in ones else max(1, min(shape[axis], room)))
+        room = room // shape[axis] if block[0] == shape[axis] else 1
+    return tuple(block)
+
+
+def _balanced(extent: int, most: int, multiple: int) -> int:
+    """The block along one axis: all of it if that fits, else equal parts, rounded up to a multiple."""
+    most = max(multiple, most // multiple * multiple)
+    if extent <= most:
+        return extent
+    parts = -(-extent // most)
+    return min(most, round_up(-(-extent // parts), multiple))
+
+
+def _users(shape: tuple[int, ...], block: tuple[int, int], fewest_bytes: int, column: bool) -> tuple[int, ...]:
+    """The user's block, no larger than the array: rows and columns of the view's last two axes, one of each leading
+    index. A rank-1 view takes rows*cols elements."""
+    rows, cols = block
+    row_multiple, col_multiple = _multiples(len(shape), fewest_bytes, column)
+    if len(shape) == 1:
+        return (min(shape[0], round_up(rows * cols, col_multiple)),)
+    rows = round_up(rows, row_multiple) if column else rows
+    return (1,) * (len(shape) - 2) + (min(shape[-2], rows), min(shape[-1], cols))
+
+
+def _slab(block: tuple[int, ...], column: bool) -> tuple[int, int]:
+    """The outermost axis of a block that has more than one index, and how many of them are computed at once."""
+    if len(block) == 1:
+        return 0, min(block[0], SLAB_ELEMENTS)
+    rows_axis = len(block) - 2
+    axis = next((d for d, n in enumerate(block[:rows_axis]) if n > 1), rows_axis)
+    if axis < rows_axis:
+        return axis, max(1, min(block[axis], SLAB_ELEMENTS // _tiled_elements((1, *block[axis + 1 :]))))
+    multiple = LANES if column else 2 * SUBLANES  # whole tiles of bfloat16 too
+    rows = SLAB_ELEMENTS // round_up(block[-1], LANES) // multiple * multiple
+    return axis, min(block[axis], max(multiple, rows))
