@@ -4,6 +4,6 @@ from tiledops.axpy import axpy
 from tiledops.chips import simulated_chip
 from tiledops.config import PipelineConfig, use_config
 from tiledops.tiling import TilePlan, plan_tiles
+from tiledops.version import __version__
 
-__all__ = ["PipelineConfig", "TilePlan", "axpy", "plan_tiles", "simulated_chip", "use_config"]
-__version__ = "0.1.0"
+__all__ = ["PipelineConfig", "TilePlan", "__version__", "axpy", "plan_tiles", "simulated_chip", "use_config"]

@@ -180,7 +180,8 @@ _dot.defvjp(_dot_forward, _dot_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _scale_and_dot(call: Call, dtype: Any, a: jax.Array, g: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return call.run(blocks.scale_and_dot, a, (g, x), outs=(dtype,), total=a.shape)
+    dx, da = call.run(blocks.scale_and_dot, a, (g, x), outs=(dtype,), total=a.shape)
+    return dx, da
 
 
 def _scale_and_dot_forward(call: Call, dtype: Any, a: jax.Array, g: jax.Array, x: jax.Array) -> tuple[Any, Any]:
@@ -196,9 +197,7 @@ def _scale_and_dot_backward(call: Call, dtype: Any, saved: Any, gradients: Any) 
 _scale_and_dot.defvjp(_scale_and_dot_forward, _scale_and_dot_backward)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["a", "x"], meta_fields=["dtype"]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["a", "x"], meta_fields=["dtype"])
 @dataclasses.dataclass(frozen=True)
 class Saved:
     """What the backward pass of a*x needs: x if a is differentiated, a and the dtype of dx if x is."""
@@ -241,7 +240,8 @@ def _vectorized(operation: Operation) -> Any:
             c if mapped else c[None] for c, mapped in zip(coefficients, mapped_coefficients, strict=True)
         )
         arrays = tuple(
-            x if mapped else jnp.broadcast_to(x, (size, *x.shape)) for x, mapped in zip(arrays, mapped_arrays, strict=True)
+            x if mapped else jnp.broadcast_to(x, (size, *x.shape))
+            for x, mapped in zip(arrays, mapped_arrays, strict=True)
         )
         total = None if operation.total is None else (size, *operation.total)
         results = _vectorized(dataclasses.replace(operation, total=total))(coefficients, arrays)

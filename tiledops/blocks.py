@@ -6,6 +6,9 @@ broadcastable against the blocks) and the blocks, and returns the blocks to stor
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,6 +58,10 @@ def multiply_add(a: jax.Array, x: jax.Array, y: jax.Array, *, exact: bool) -> ja
         return a * x + y
     with chips.x64(True):
         return _narrow(_widen(a) * _widen(x) + _widen(y))
+
+
+# Operations of one element, as XLA's scheduler counts them.
+FLOPS: dict[Callable[..., Any], int] = {axpy: 2, scale: 1, dot: 2, scale_and_dot: 3}
 
 
 def _f32(x: jax.Array) -> jax.Array:

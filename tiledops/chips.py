@@ -101,7 +101,7 @@ def target() -> tuple[pltpu.TpuInfo, bool]:
 def _target_device() -> tuple[str, int]:
     device: Any = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if device is None:
-        device = jax.config.jax_default_device
+        device = jax.config.values["jax_default_device"]
     if device is None or isinstance(device, str):  # `jax_default_device` may name a platform
         device = jax.local_devices(backend=device)[0]
     return device.device_kind, getattr(device, "num_cores", None) or 1

@@ -78,6 +78,8 @@ def check_array(value: Any, what: str) -> jax.Array:
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind not in "fV":
         check_dtype(value.dtype, what)
     array = jnp.asarray(value)
+    if array.weak_type and array.dtype == jnp.float64:  # a Python float that JAX traces, with 64-bit types on
+        array = array.astype(jnp.float32)
     check_dtype(array.dtype, what)
     return array
 
@@ -98,12 +100,12 @@ def check_operands(a: Any, x: Any, y: Any) -> tuple[jax.Array, jax.Array, jax.Ar
 def check_gain(a: Any, shape: tuple[int, ...]) -> jax.Array:
     """A gain as an array: a scalar, one number a feature, or one number an example.
 
-    A Python number becomes a weakly typed float32, so that its value never enters the compiled program's identity.
+    A Python number becomes a float32 array, so that its value never enters the compiled program's identity.
     """
     if isinstance(a, (bool, np.bool_)):
         raise TypeError(f"a must be a number or a float32 or bfloat16 array; got the boolean {a!r}")
-    if isinstance(a, numbers.Real) and not isinstance(a, np.generic | np.ndarray):
-        return jnp.asarray(float(a))  if not jax.config.jax_enable_x64 else jnp.asarray(a, jnp.float32)
+    if isinstance(a, numbers.Real) and not isinstance(a, (np.ndarray, np.floating, np.integer)):
+        return jnp.asarray(a, jnp.float32)
     if isinstance(a, np.float64):  # NumPy's float64 scalar is a Python float
         return jnp.asarray(a, jnp.float32)
     if isinstance(a, (str, bytes, complex)):

@@ -41,7 +41,7 @@ def interpret_params(num_cores: int) -> Any:
     )
 
 
-_for_tpu = Primitive("tiledops_for_tpu")
+_for_tpu: Any = Primitive("tiledops_for_tpu")
 _for_tpu.def_abstract_eval(lambda x: x)
 
 

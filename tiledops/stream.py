@@ -20,8 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tiledops import blocks, chips, layouts, modes, tiling
 from tiledops.config import PipelineConfig
-from tiledops.layouts import LANES, SUBLANES
-from tiledops.tiling import TilePlan
+from tiledops.tile import STREAMED, Refs, Tile, place
 
 BlockFunction = Callable[..., tuple[tuple[jax.Array, ...], jax.Array | None]]
 
@@ -88,11 +87,10 @@ def _streamed(op: Operation, coefficients: Any, arrays: Any) -> tuple[jax.Array,
     view = layouts.view(shape, arrays[-1].dtype, apart=(*varying, kept_axes))
     # A coefficient lies in fast memory for the whole kernel if it varies along one axis of the view at most. Else it
     # is one more stream; and a sum that keeps more than one axis is taken of the streamed products, outside.
-    places = tuple(_place(view, axes) for axes in varying)
-    kept = _place(view, kept_axes)
+    places = tuple(place(view, axes) for axes in varying)
+    kept = place(view, kept_axes)
     summed_here = op.total is not None and kept is not STREAMED
     products = op.total is not None and kept is STREAMED
-    rank = len(view.shape)
     plan = tiling.plan(
         view.shape,
         tuple(x.dtype.itemsize for x in arrays) + (4,) * places.count(STREAMED),
@@ -103,18 +101,17 @@ def _streamed(op: Operation, coefficients: Any, arrays: Any) -> tuple[jax.Array,
         summed=summed_here,
         vectors=tuple(place for place in (*places, kept) if place is not None and place != STREAMED),
     )
-    kernel = Kernel(op, plan, places, kept if summed_here else None, summed_here, products)
+    compute = functools.partial(op.block, exact=op.mode != modes.TPU)
+    tile = Tile(compute, plan, places, kept if summed_here else None, summed_here, products)
     resident = [
-        c.transpose(view.order).reshape(-1) if place is not None else c.reshape(())
-        for c, place in zip(coefficients, places, strict=True)
-        if place != STREAMED
+        c.transpose(view.order).reshape(-1) for c, place in zip(coefficients, places, strict=True) if place != STREAMED
     ]
     streams = [
         view.of(jnp.broadcast_to(c, shape).astype(jnp.float32))
         for c, place in zip(coefficients, places, strict=True)
         if place == STREAMED
     ]
-    results = kernel(resident, [*streams, *map(view.of, arrays)])
+    results = _call(op, tile, resident, [*streams, *map(view.of, arrays)])
     outs = tuple(view.back(out, shape) for out in results[: len(op.outs)])
     if op.total is None:
         return outs
@@ -130,308 +127,74 @@ def _varying(coefficient: tuple[int, ...], shape: tuple[int, ...]) -> frozenset[
     return frozenset(axis for axis, extent in enumerate(coefficient) if extent > 1)
 
 
-STREAMED = -1
+def _call(op: Operation, tile: Tile, resident: list[jax.Array], streams: list[jax.Array]) -> list[jax.Array]:
+    """One pallas_call over views: the pipeline of its own, or the one that emit_pipeline builds inside it."""
+    plan, like = tile.plan, streams[-1]
+    out_dtypes = (*op.outs, *((jnp.float32,) * tile.products))
+    total_shape, total_spec, accumulator = tile.total() if tile.summed else ((), None, None)
+    totals = [total_spec] * tile.summed
 
-
-def _place(view: layouts.View, axes: frozenset[int]) -> int | None:
-    """The axis of the view that a coefficient varies along; None for a scalar, STREAMED for anything else."""
-    touched = [d for d, group in enumerate(view.groups) if axes & set(group)]
-    if not touched:
-        return None
-    return touched[0] if len(touched) == 1 and len(view.shape) > 1 else STREAMED
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """One pallas_call over views.
-
-    Attributes:
-      op, plan: what it computes and how it is cut.
-      places: for each coefficient the axis of the view that it varies along, None or STREAMED.
-      kept: the axis that the sum keeps, or None.
-      summed: whether there is a sum.
-      products: whether the last stored array is the products themselves, summed by the caller.
-    """
-
-    op: Operation
-    plan: TilePlan
-    places: tuple[int | None, ...]
-    kept: int | None
-    summed: bool
-    products: bool
-
-    def __call__(self, resident: list[jax.Array], streams: list[jax.Array]) -> list[jax.Array]:
-        op, plan = self.op, self.plan
-        out_dtypes = (*op.outs, *((jnp.dtype(jnp.float32),) * self.products))
-        like = streams[-1]
-        out_shape = [jax.ShapeDtypeStruct.like(like).update(dtype=dtype) for dtype in out_dtypes]
-        hbm = pl.BlockSpec(memory_space=pl.ANY)
-        blocked = op.config.schedule == "blocked"
-        in_specs = [self._block_spec(blocked, op.config.buffers) for _ in streams]
-        out_specs = [self._block_spec(blocked, tiling.OUTPUT_BUFFERS) for _ in out_dtypes]
-        total_shape, total_spec, scratch = self._total(like) if self.summed else ([], [], [])
-        counts = len(resident), len(streams), len(out_dtypes), len(total_shape)
-
-        def body(*refs: Any) -> None:
-            fixed, ins, outs, total, accumulator = _split(refs, counts)
-            core = pl.program_id(0)
-            if blocked:
-                self._tile(core, 1, fixed, ins, outs, total, accumulator)
-                return
-            pipeline = pltpu.emit_pipeline(
-                lambda *tiles: self._tile(
-                    core, 0, fixed, tiles[: len(ins)], tiles[len(ins) :], total, accumulator
-                ),
-                grid=plan.steps,
-                in_specs=[self._block_spec(True, op.config.buffers, core) for _ in streams],
-                out_specs=[self._block_spec(True, tiling.OUTPUT_BUFFERS, core) for _ in out_dtypes],
-                no_pipelining=op.config.schedule == "synchronous",
-            )
-            pipeline(*ins, *outs)
-
-        grid = (plan.cores, *plan.steps) if blocked else (plan.cores,)
-        return pl.pallas_call(
-            body,
-            grid=grid,
-            in_specs=[*map(self._resident_spec, self._resident_places()), *(in_specs if blocked else [hbm] * counts[1])],
-            out_specs=[*(out_specs if blocked else [hbm] * counts[2]), *total_spec],
-            out_shape=[*out_shape, *total_shape],
-            scratch_shapes=scratch,
-            input_output_aliases={len(resident) + i: o for i, o in op.aliases},
-            cost_estimate=pl.CostEstimate(
-                flops=FLOPS[op.block] * math.prod(plan.shape), transcendentals=0, bytes_accessed=plan.hbm_bytes
-            ),
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel",) + ("arbitrary",) * (len(grid) - 1),
-                vmem_limit_bytes=plan.vmem_limit_bytes,
-            ),
-            interpret=modes.interpret_params(op.chip.num_cores) if op.mode == modes.SIMULATE else False,
-            name=op.name,
-        )(*resident, *streams)
-
-    # Addressing. `ids` are the indices of the running grid step in loop order; `at` the tile's along each axis.
-
-    def _at(self, core: Any, ids: Any) -> list[Any]:
-        at: list[Any] = [0] * len(self.plan.shape)
-        for axis, i in zip(self.plan.order, ids, strict=True):
-            at[axis] = i
-        if self.plan.cores > 1:
-            # Where the tiles don't divide among the cores, the last core's last step stays on the last tile: the
-            # pipeline then neither loads nor stores, and `_tile` computes nothing.
-            split, per_core = self.plan.split, -(-self.plan.grid[self.plan.split] // self.plan.cores)
-            at[split] = jnp.minimum(core * per_core + at[split], self.plan.grid[split] - 1)
-        return at
-
-    def _block_spec(self, blocked: bool, buffers: int, core: Any = None) -> pl.BlockSpec:
+    def tile_specs(count: int, buffers: int, core: Any = None) -> list[pl.BlockSpec]:
         def index_map(*ids: Any) -> tuple[Any, ...]:
-            where, ids = (ids[0], ids[1:]) if core is None else (core, ids)
-            return tuple(self._at(where, ids))
+            return tile.at(ids[0], ids[1:]) if core is None else tile.at(core, ids)
 
-        mode = None if buffers == 2 else pl.Buffered(buffers)
-        return pl.BlockSpec(self.plan.block, index_map, pipeline_mode=mode)
+        pipeline_mode = None if buffers == 2 else pl.Buffered(buffers)  # 2 is the default
+        return [pl.BlockSpec(plan.block, index_map, pipeline_mode=pipeline_mode)] * count
 
-    def _resident_places(self) -> list[int | None]:
-        return [place for place in self.places if place != STREAMED]
+    def split(refs: tuple[Any, ...]) -> Refs:
+        a, b, c = len(resident), len(resident) + len(streams), len(resident) + len(streams) + len(out_dtypes)
+        return Refs(refs[:a], refs[a:b], refs[b:c], *refs[c:])
 
-    def _resident_spec(self, place: int | None) -> pl.BlockSpec:
-        if place is None or place < len(self.plan.shape) - 2:
-            return pl.BlockSpec(memory_space=pltpu.SMEM)
-        return pl.BlockSpec((self._vector_extent(place),), lambda *_: (0,))
+    def blocked(*refs: Any) -> None:
+        tile.run(pl.program_id(0), tuple(pl.program_id(1 + k) for k in range(len(plan.order))), split(refs))
 
-    def _vector_extent(self, axis: int) -> int:
-        """Of a vector along one axis in VMEM: room for the last tile's overhang, so that no slice leaves it."""
-        plan = self.plan
-        if plan.grid[axis] == 1:
-            return plan.shape[axis]
-        return layouts.round_up(plan.grid[axis] * plan.block[axis], SUBLANES * LANES)
+    def pipelined(*refs: Any) -> None:
+        core, hbm = pl.program_id(0), split(refs)
 
-    # Arithmetic.
+        def body(*tiles: Any) -> None:
+            ids = tuple(pl.program_id(k) for k in range(len(plan.order)))
+            tile.run(core, ids, dataclasses.replace(hbm, ins=tiles[: len(streams)], outs=tiles[len(streams) :]))
 
-    def _tile(self, core: Any, grid_axis: int, fixed: Any, ins: Any, outs: Any, total: Any, accumulator: Any) -> None:
-        """One tile: the block function slab by slab, the sum's accumulator emptied before and flushed after."""
-        plan = self.plan
-        ids = [pl.program_id(grid_axis + k) for k in range(len(plan.order))]
-        at = self._at(core, ids)
-        uneven = plan.cores > 1 and plan.grid[plan.split] % plan.cores != 0
-        local = dict(zip(plan.order, ids, strict=True))
-        per_core = -(-plan.grid[plan.split] // plan.cores)
-        active = core * per_core + local[plan.split] < plan.grid[plan.split] if uneven else True
-        inner = [(local[axis], n) for axis, n in zip(plan.order, plan.steps, strict=True) if axis != self.kept and n > 1]
-        keeps_active = self.kept is not None and plan.split == self.kept
+        pltpu.emit_pipeline(
+            body,
+            grid=plan.steps,
+            in_specs=tile_specs(len(streams), plan.buffers, core),
+            out_specs=tile_specs(len(out_dtypes), tiling.OUTPUT_BUFFERS, core),
+            no_pipelining=op.config.schedule == "synchronous",
+        )(*hbm.ins, *hbm.outs)
 
-        if self.summed:
-            first = _all(i == 0 for i, _ in inner)
-            _when(_all([first, active]) if keeps_active else first, lambda: _clear(accumulator[0]))
-            if plan.cores > 1 and self.kept is not None:
-                _when(_all(i == 0 for i in ids), lambda: _clear(total[0]))
-        _when(active, lambda: self._slabs(at, fixed, ins, outs, accumulator))
-        if self.summed:
-            last = _all(i == n - 1 for i, n in inner)
-            _when(
-                _all([last, active]) if keeps_active else last, lambda: self._flush(at, total[0], accumulator[0])
-            )
-
-    def _slabs(self, at: Any, fixed: Any, ins: Any, outs: Any, accumulator: Any) -> None:
-        axis, slab, extent = self.plan.slab_axis, self.plan.slab, self.plan.block[self.plan.slab_axis]
-        whole, rest = divmod(extent, slab)
-        if whole == 1 and not rest:
-            self._slab(at, 0, slab, fixed, ins, outs, accumulator)
-            return
-
-        def step(i: Any, carry: None) -> None:
-            self._slab(at, pl.multiple_of(i * slab, slab), slab, fixed, ins, outs, accumulator)
-
-        jax.lax.fori_loop(0, whole, step, None)
-        if rest:
-            self._slab(at, whole * slab, rest, fixed, ins, outs, accumulator)
-
-    def _slab(self, at: Any, start: Any, size: int, fixed: Any, ins: Any, outs: Any, accumulator: Any) -> None:
-        plan, rank = self.plan, len(self.plan.shape)
-        whole = size == plan.block[plan.slab_axis]
-        index = ... if whole else tuple(pl.ds(start, size) if d == plan.slab_axis else slice(None) for d in range(rank))
-        tiles = [ref[index] for ref in ins]
-        vectors, streamed = iter(fixed), iter(tiles)
-        coefficients = tuple(
-            next(streamed) if place == STREAMED else self._coefficient(next(vectors), place, at, start, size)
-            for place in self.places
-        )
-        stored, product = self.op.block(
-            coefficients, tiles[self.places.count(STREAMED) :], exact=self.op.mode != modes.TPU
-        )
-        for ref, value in zip(outs, (*stored, product) if self.products else stored, strict=True):
-            ref[index] = value.astype(ref.dtype)
-        if self.summed:
-            self._accumulate(accumulator[0], self._inside(product, at, start), start, size)
-
-    def _coefficient(self, ref: Any, place: int | None, at: Any, start: Any, size: int) -> Any:
-        """A coefficient's part for one slab, shaped to broadcast against it."""
-        plan, rank = self.plan, len(self.plan.shape)
-        if place is None:
-            return ref[...]
-        if place < rank - 2:  # one leading index a tile: a scalar
-            return ref[at[place]]
-        sliced = place == plan.slab_axis
-        offset, extent = (start, size) if sliced else (0, plan.block[place])
-        if plan.grid[place] > 1:
-            offset = at[place] * plan.block[place] + offset
-        if extent == ref.shape[0]:
-            vector = ref[...]
-        else:
-            vector = ref[pl.ds(pl.multiple_of(offset, LANES) if not isinstance(offset, int) else offset, extent)]
-        return vector[:, None] if place == rank - 2 else vector[None, :]
-
-    def _inside(self, product: Any, at: Any, start: Any) -> Any:
-        """The products, zero beyond the array's edge: what a ragged tile holds there is anything, NaN included."""
-        plan = self.plan
-        for axis, (extent, block) in enumerate(zip(plan.shape, plan.block, strict=True)):
-            if axis != self.kept and extent % block:
-                limit = extent - at[axis] * block - (start if axis == plan.slab_axis else 0)
-                position = jax.lax.broadcasted_iota(jnp.int32, product.shape, axis)
-                product = jnp.where(position < limit, product, 0.0)
-        return product
-
-    def _accumulate(self, accumulator: Any, product: Any, start: Any, size: int) -> None:
-        """Adds the products into the accumulator, register by register: sums across a register wait for `_flush`."""
-        rank = len(self.plan.shape)
-        if rank == 1:
-            accumulator[...] += _fold(product, 0, accumulator.shape[0])
-            return
-        product = jnp.sum(product, tuple(range(rank - 2)))
-        if self.kept != rank - 1:
-            product = _fold(product, 1, accumulator.shape[1])
-        if self.kept != rank - 2:
-            accumulator[...] += _fold(product, 0, accumulator.shape[0])
-        elif product.shape == accumulator.shape:
-            accumulator[...] += product
-        else:
-            accumulator[pl.ds(start, size), :] += product
-
-    def _flush(self, at: Any, total: Any, accumulator: Any) -> None:
-        """Writes a finished sum."""
-        plan, rank = self.plan, len(self.plan.shape)
-        sums = accumulator[...]
-        lead = (0,) if plan.cores > 1 else ()
-        if self.kept is None:
-            total[(*lead, 0)] = jnp.sum(sums)
-        elif self.kept < rank - 2:
-            total[(*lead, at[self.kept])] = jnp.sum(sums)
-        else:
-            if self.kept == rank - 1:
-                vector = jnp.sum(sums, 0)
-            else:  # a column of sums is turned into a row
-                column = jnp.sum(sums, 1, keepdims=True)
-                vector = jnp.broadcast_to(column, (sums.shape[0], LANES)).T[0]
-            block = plan.block[self.kept]
-            if plan.grid[self.kept] == 1:
-                total[(*lead, ...)] = vector
-            else:
-                total[(*lead, pl.ds(pl.multiple_of(at[self.kept] * block, LANES), block))] = vector
-
-    def _total(self, like: jax.Array) -> tuple[list[Any], list[Any], list[Any]]:
-        """Shape, block and accumulator of the sum: one a core."""
-        plan, rank, kept = self.plan, len(self.plan.shape), self.kept
-        extent = 1 if kept is None else plan.shape[kept]
-        shape: tuple[int, ...] = (extent,)
-        in_vmem = kept is not None and kept >= rank - 2
-        padded = self._vector_extent(kept) if kept is not None and in_vmem else extent
-        space = pltpu.VMEM if in_vmem else pltpu.SMEM
-        if plan.cores == 1:
-            spec = pl.BlockSpec((padded,), lambda *_: (0,), memory_space=space)
-        else:
-            shape = (plan.cores, 1, extent)
-            spec = pl.BlockSpec((None, 1, padded), lambda core, *_: (core, 0, 0), memory_space=space)
-        return (
-            [jax.ShapeDtypeStruct.like(like).update(shape=shape, dtype=jnp.float32)],
-            [spec],
-            [pltpu.VMEM(self._accumulator_shape(), jnp.float32)],
-        )
-
-    def _accumulator_shape(self) -> tuple[int, ...]:
-        plan, rank = self.plan, len(self.plan.shape)
-        if rank == 1:
-            whole = plan.slab % (SUBLANES * LANES) == 0 and plan.block[0] % plan.slab == 0
-            return (SUBLANES * LANES if whole else plan.block[0],)
-        rows, cols = plan.block[-2:]
-        if self.kept != rank - 2:
-            slabs = (plan.slab, rows % plan.slab) if plan.slab_axis == rank - 2 else (rows,)
-            rows = SUBLANES if all(n % SUBLANES == 0 for n in slabs) else 1
-        if self.kept != rank - 1:
-            cols = LANES if cols % LANES == 0 else 1
-        return rows, cols
-
-
-# Operations of one element, for XLA's scheduler.
-FLOPS: dict[BlockFunction, int] = {blocks.axpy: 2, blocks.scale: 1, blocks.dot: 2, blocks.scale_and_dot: 3}
-
-
-def _fold(x: jax.Array, axis: int, extent: int) -> jax.Array:
-    """Adds up the pieces of `extent` along an axis, in order."""
-    pieces = [jax.lax.slice_in_dim(x, i, i + extent, axis=axis) for i in range(0, x.shape[axis], extent)]
-    return functools.reduce(jnp.add, pieces) if extent > 1 else jnp.sum(x, axis, keepdims=True)
-
-
-def _split(items: Any, counts: tuple[int, ...]) -> list[Any]:
-    parts, start = [], 0
-    for count in counts:
-        parts.append(items[start : start + count])
-        start += count
-    return [*parts, items[start:]]
-
-
-def _all(conditions: Any) -> Any:
-    """The conjunction of conditions, each a Python bool or traced; True if there are none."""
-    result: Any = True
-    for condition in conditions:
-        result = condition if result is True else result if condition is True else jnp.logical_and(result, condition)
-    return result
-
-
-def _when(condition: Any, action: Callable[[], None]) -> None:
-    if condition is True:
-        action()
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    if op.config.schedule == "blocked":
+        kernel, grid = blocked, (plan.cores, *plan.steps)
+        ins = tile_specs(len(streams), plan.buffers)
+        outs = tile_specs(len(out_dtypes), tiling.OUTPUT_BUFFERS)
     else:
-        pl.when(condition)(action)
+        kernel, grid = pipelined, (plan.cores,)
+        ins, outs = [in_hbm] * len(streams), [in_hbm] * len(out_dtypes)
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=[*(tile.resident_spec(place) for place in tile.places if place != STREAMED), *ins],
+        out_specs=[*outs, *totals],
+        out_shape=[
+            *(_struct(like, plan.shape, dtype) for dtype in out_dtypes),
+            *(_struct(like, total_shape, jnp.float32) for _ in totals),
+        ],
+        scratch_shapes=[accumulator] * tile.summed,
+        input_output_aliases={len(resident) + i: out for i, out in op.aliases},
+        cost_estimate=pl.CostEstimate(
+            flops=blocks.FLOPS[op.block] * math.prod(plan.shape), transcendentals=0, bytes_accessed=plan.hbm_bytes
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=(pltpu.PARALLEL,) + (pltpu.ARBITRARY,) * (len(grid) - 1),
+            vmem_limit_bytes=plan.vmem_limit_bytes,
+        ),
+        interpret=modes.interpret_params(op.chip.num_cores) if op.mode == modes.SIMULATE else False,
+        name=op.name,
+    )(*resident, *streams)
 
 
-def _clear(ref: Any) -> None:
-    ref[...] = jnp.zeros(ref.shape, ref.dtype)
+def _struct(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """Of a result that varies over the same mesh axes as `like`, where that is inside `shard_map`."""
+    struct: Any = jax.ShapeDtypeStruct.like(like)
+    return struct.update(shape=shape, dtype=dtype, sharding=None)

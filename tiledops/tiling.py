@@ -128,11 +128,11 @@ def plan(
     column = rank > 1 and rank - 2 in vectors
     ones = frozenset(axis for axis in vectors if axis < rank - 2)
     streams = config.buffers * sum(in_bytes) + OUTPUT_BUFFERS * sum(out_bytes)  # VMEM bytes of one element
-    fewest_bytes = min((*in_bytes, *out_bytes), default=4)
+    multiples = _multiples(rank, min((*in_bytes, *out_bytes), default=4), column)
     if config.block is None:
-        block = _choose(shape, info, streams, sum(in_bytes) + sum(out_bytes), fewest_bytes, column, ones)
+        block = _choose(shape, info, streams, sum(in_bytes) + sum(out_bytes), multiples, ones)
     else:
-        block = _users(shape, config.block, fewest_bytes, column)
+        block = _users(shape, config.block, multiples, column)
     grid = tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
     order = tuple(sorted(range(rank), key=lambda axis: axis != kept))
     # The cores share out the first axis that has more than one tile. A sum has one accumulator a core: if the axis that
@@ -189,8 +189,7 @@ def _choose(
     info: Any,
     vmem_per_element: int,
     hbm_per_element: int,
-    fewest_bytes: int,
-    column: bool,
+    multiples: tuple[int, int],
     ones: frozenset[int],
 ) -> tuple[int, ...]:
     """The largest contiguous block within the VMEM share that still leaves several steps; small arrays whole."""
@@ -198,7 +197,7 @@ def _choose(
     most = int(VMEM_SHARE * chips.scoped_vmem_bytes(info)) // vmem_per_element
     worthwhile = int(LATENCY_SECONDS * info.mem_bw_bytes_per_second) // hbm_per_element
     budget = min(most, max(worthwhile, total // STEPS))
-    row_multiple, col_multiple = _multiples(len(shape), fewest_bytes, column)
+    row_multiple, col_multiple = multiples
     if len(shape) == 1:
         return (_balanced(shape[0], budget, col_multiple),)
     cols = _balanced(shape[-1], budget // row_multiple, col_multiple)
@@ -220,11 +219,11 @@ def _balanced(extent: int, most: int, multiple: int) -> int:
     return min(most, round_up(-(-extent // parts), multiple))
 
 
-def _users(shape: tuple[int, ...], block: tuple[int, int], fewest_bytes: int, column: bool) -> tuple[int, ...]:
+def _users(shape: tuple[int, ...], block: tuple[int, int], multiples: tuple[int, int], column: bool) -> tuple[int, ...]:
     """The user's block, no larger than the array: rows and columns of the view's last two axes, one of each leading
     index. A rank-1 view takes rows*cols elements."""
     rows, cols = block
-    row_multiple, col_multiple = _multiples(len(shape), fewest_bytes, column)
+    row_multiple, col_multiple = multiples
     if len(shape) == 1:
         return (min(shape[0], round_up(rows * cols, col_multiple)),)
     rows = round_up(rows, row_multiple) if column else rows

@@ -1,0 +1,260 @@
+"""One tile inside a kernel: where it lies, which coefficients it sees, what it adds to the sum.
+
+`stream` decides what moves between HBM and VMEM; this file computes on what has arrived. A tile is computed slab by
+slab through the block function. A sum gathers in an accumulator of a few vector registers, in the order of the tiles,
+so that the tile plan alone fixes its bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from tiledops import layouts
+from tiledops.layouts import LANES, SUBLANES
+from tiledops.tiling import TilePlan
+
+STREAMED = -1
+
+
+def place(view: layouts.View, axes: frozenset[int]) -> int | None:
+    """The axis of the view that a coefficient or a sum runs along; None for a scalar, STREAMED for anything else."""
+    touched = [d for d, group in enumerate(view.groups) if axes & set(group)]
+    if not touched:
+        return None
+    return touched[0] if len(touched) == 1 and len(view.shape) > 1 else STREAMED
+
+
+@dataclasses.dataclass(frozen=True)
+class Refs:
+    """What a tile's body sees: vectors and scalars that stay for the whole kernel, and the tile's own buffers."""
+
+    resident: tuple[Any, ...]
+    ins: tuple[Any, ...]
+    outs: tuple[Any, ...]
+    total: Any = None
+    accumulator: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """The body of a kernel.
+
+    Attributes:
+      compute: the block function, `(coefficients, blocks) -> (blocks to store, block to sum or None)`.
+      plan: how the view is cut.
+      places: for each coefficient the axis of the view that it runs along, None or STREAMED.
+      kept: the axis that the sum runs along, or None for a scalar.
+      summed: whether there is a sum.
+      products: whether the block to sum is stored as it is, to be summed outside.
+    """
+
+    compute: Callable[..., Any]
+    plan: TilePlan
+    places: tuple[int | None, ...]
+    kept: int | None
+    summed: bool
+    products: bool
+
+    def at(self, core: Any, ids: Any) -> tuple[Any, ...]:
+        """The tile's index along each axis of the view."""
+        at: list[Any] = [0] * len(self.plan.shape)
+        for axis, i in zip(self.plan.order, ids, strict=True):
+            at[axis] = i
+        if self.plan.cores > 1:
+            # Where the tiles don't divide among the cores, the last core's last step stays on the last tile: the
+            # pipeline then neither loads nor stores, and `run` computes nothing.
+            split = self.plan.split
+            per_core = self.plan.steps[self.plan.order.index(split)]
+            at[split] = jnp.minimum(core * per_core + at[split], self.plan.grid[split] - 1)
+        return tuple(at)
+
+    def run(self, core: Any, ids: tuple[Any, ...], refs: Refs) -> None:
+        """Computes the tile at grid step `ids` (in loop order, on TensorCore `core`)."""
+        plan = self.plan
+        at = self.at(core, ids)
+        local = dict(zip(plan.order, ids, strict=True))
+        active: Any = True
+        if plan.cores > 1 and plan.grid[plan.split] % plan.cores:
+            active = core * plan.steps[plan.order.index(plan.split)] + local[plan.split] < plan.grid[plan.split]
+        if not self.summed:
+            _when(active, lambda: self._slabs(at, refs))
+            return
+        # The steps that add up to one element of the sum, and the first and the last of them. They empty and flush the
+        # accumulator even where there is no tile left for this core, unless the sum is another one there.
+        inner = [
+            (local[axis], n) for axis, n in zip(plan.order, plan.steps, strict=True) if axis != self.kept and n > 1
+        ]
+        owner = active if plan.split == self.kept else True
+        if plan.cores > 1 and self.kept is not None:  # a core writes its own part of the sum, and zeros elsewhere
+            _when(_all(i == 0 for i in ids), lambda: _clear(refs.total))
+        _when(_all([owner, *(i == 0 for i, _ in inner)]), lambda: _clear(refs.accumulator))
+        _when(active, lambda: self._slabs(at, refs))
+        _when(_all([owner, *(i == n - 1 for i, n in inner)]), lambda: self._flush(at, refs))
+
+    def _slabs(self, at: Any, refs: Refs) -> None:
+        slab, extent = self.plan.slab, self.plan.block[self.plan.slab_axis]
+        whole, rest = divmod(extent, slab)
+        if whole == 1 and not rest:
+            self._slab(at, 0, slab, refs)
+            return
+
+        def step(i: Any, carry: None) -> None:
+            self._slab(at, pl.multiple_of(i * slab, slab), slab, refs)
+
+        jax.lax.fori_loop(0, whole, step, None)
+        if rest:
+            self._slab(at, whole * slab, rest, refs)
+
+    def _slab(self, at: Any, start: Any, size: int, refs: Refs) -> None:
+        plan, rank = self.plan, len(self.plan.shape)
+        whole = size == plan.block[plan.slab_axis]
+        index = ... if whole else tuple(pl.ds(start, size) if d == plan.slab_axis else slice(None) for d in range(rank))
+        tiles = [ref[index] for ref in refs.ins]
+        vectors, streamed = iter(refs.resident), iter(tiles)
+        coefficients = tuple(
+            next(streamed) if place == STREAMED else self._coefficient(next(vectors), place, at, start, size)
+            for place in self.places
+        )
+        stored, product = self.compute(coefficients, tuple(streamed))
+        for ref, value in zip(refs.outs, (*stored, product) if self.products else stored, strict=True):
+            ref[index] = value.astype(ref.dtype)
+        if self.summed:
+            self._accumulate(refs.accumulator, self._inside(product, at, start), start, size)
+
+    def _coefficient(self, ref: Any, place: int | None, at: Any, start: Any, size: int) -> Any:
+        """A coefficient's part for one slab, shaped to broadcast against it."""
+        plan, rank = self.plan, len(self.plan.shape)
+        if place is None:
+            return ref[0]
+        if place < rank - 2:  # one leading index a tile: a scalar
+            return ref[at[place]]
+        sliced = place == plan.slab_axis
+        offset, extent = (start, size) if sliced else (0, plan.block[place])
+        if plan.grid[place] > 1:
+            offset = at[place] * plan.block[place] + offset
+        if extent == ref.shape[0]:
+            vector = ref[...]
+        else:
+            vector = ref[pl.ds(pl.multiple_of(offset, LANES) if not isinstance(offset, int) else offset, extent)]
+        return vector[:, None] if place == rank - 2 else vector[None, :]
+
+    def _inside(self, product: Any, at: Any, start: Any) -> Any:
+        """The products, zero beyond the array's edge: what a ragged tile holds there is anything, NaN included."""
+        plan = self.plan
+        for axis, (extent, block) in enumerate(zip(plan.shape, plan.block, strict=True)):
+            if axis != self.kept and extent % block:
+                limit = extent - at[axis] * block - (start if axis == plan.slab_axis else 0)
+                position = jax.lax.broadcasted_iota(jnp.int32, product.shape, axis)
+                product = jnp.where(position < limit, product, 0.0)
+        return product
+
+    def _accumulate(self, accumulator: Any, product: Any, start: Any, size: int) -> None:
+        """Adds the products into the accumulator, register by register: sums across a register wait for `_flush`."""
+        rank = len(self.plan.shape)
+        if rank == 1:
+            accumulator[...] += _fold(product, 0, accumulator.shape[0])
+            return
+        product = jnp.sum(product, tuple(range(rank - 2)))
+        if self.kept != rank - 1:
+            product = _fold(product, 1, accumulator.shape[1])
+        if self.kept != rank - 2:
+            accumulator[...] += _fold(product, 0, accumulator.shape[0])
+        elif product.shape == accumulator.shape:
+            accumulator[...] += product
+        else:
+            accumulator[pl.ds(start, size), :] += product
+
+    def _flush(self, at: Any, refs: Refs) -> None:
+        """Writes a finished sum."""
+        plan, rank, total = self.plan, len(self.plan.shape), refs.total
+        sums = refs.accumulator[...]
+        lead = (0,) if plan.cores > 1 else ()
+        if self.kept is None:
+            total[(*lead, 0)] = jnp.sum(sums)
+        elif self.kept < rank - 2:
+            total[(*lead, at[self.kept])] = jnp.sum(sums)
+        else:
+            if self.kept == rank - 1:
+                vector = jnp.sum(sums, 0)
+            else:  # a column of sums is turned into a row
+                column = jnp.sum(sums, 1, keepdims=True)
+                vector = jnp.broadcast_to(column, (sums.shape[0], LANES)).T[0]
+            block = plan.block[self.kept]
+            if plan.grid[self.kept] == 1:
+                total[(*lead, ...)] = vector
+            else:
+                total[(*lead, pl.ds(pl.multiple_of(at[self.kept] * block, LANES), block))] = vector
+
+    def resident_spec(self, place: int | None) -> pl.BlockSpec:
+        """Where a coefficient stays for the whole kernel: scalars in SMEM, vectors along a tiled axis in VMEM."""
+        if place is None or place < len(self.plan.shape) - 2:
+            return pl.BlockSpec(memory_space=pltpu.SMEM)
+        return pl.BlockSpec((self._vector_extent(place),), lambda *_: (0,))
+
+    def _vector_extent(self, axis: int) -> int:
+        """Of a vector along one axis in VMEM: room for the last tile's overhang, so that no slice leaves it."""
+        plan = self.plan
+        if plan.grid[axis] == 1:
+            return plan.shape[axis]
+        return layouts.round_up(plan.grid[axis] * plan.block[axis], SUBLANES * LANES)
+
+    def total(self) -> tuple[tuple[int, ...], pl.BlockSpec, Any]:
+        """Shape, block and accumulator of the sum: one a core."""
+        plan, rank, kept = self.plan, len(self.plan.shape), self.kept
+        extent = 1 if kept is None else plan.shape[kept]
+        shape: tuple[int, ...] = (extent,)
+        in_vmem = kept is not None and kept >= rank - 2
+        padded = self._vector_extent(kept) if kept is not None and in_vmem else extent
+        space = pltpu.VMEM if in_vmem else pltpu.SMEM
+        if plan.cores == 1:
+            spec = pl.BlockSpec((padded,), lambda *_: (0,), memory_space=space)
+        else:
+            shape = (plan.cores, 1, extent)
+            spec = pl.BlockSpec((None, 1, padded), lambda core, *_: (core, 0, 0), memory_space=space)
+        return shape, spec, pltpu.VMEM(self._accumulator_shape(), jnp.float32)
+
+    def _accumulator_shape(self) -> tuple[int, ...]:
+        plan, rank = self.plan, len(self.plan.shape)
+        if rank == 1:
+            whole = plan.slab % (SUBLANES * LANES) == 0 and plan.block[0] % plan.slab == 0
+            return (SUBLANES * LANES if whole else plan.block[0],)
+        rows, cols = plan.block[-2:]
+        if self.kept != rank - 2:
+            slabs = (plan.slab, rows % plan.slab) if plan.slab_axis == rank - 2 else (rows,)
+            rows = SUBLANES if all(n % SUBLANES == 0 for n in slabs) else 1
+        if self.kept != rank - 1:
+            cols = LANES if cols % LANES == 0 else 1
+        return rows, cols
+
+
+def _fold(x: jax.Array, axis: int, extent: int) -> jax.Array:
+    """Adds up the pieces of `extent` along an axis, in order."""
+    pieces = [jax.lax.slice_in_dim(x, i, i + extent, axis=axis) for i in range(0, x.shape[axis], extent)]
+    return functools.reduce(jnp.add, pieces) if extent > 1 else jnp.sum(x, axis, keepdims=True)
+
+
+def _all(conditions: Iterable[Any]) -> Any:
+    """The conjunction of conditions, each a Python bool or traced; True if there are none."""
+    result: Any = True
+    for condition in conditions:
+        result = condition if result is True else result if condition is True else jnp.logical_and(result, condition)
+    return result
+
+
+def _when(condition: Any, action: Callable[[], None]) -> None:
+    if condition is True:
+        action()
+    else:
+        pl.when(condition)(action)
+
+
+def _clear(ref: Any) -> None:
+    ref[...] = jnp.zeros(ref.shape, ref.dtype)
