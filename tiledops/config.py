@@ -18,7 +18,7 @@ class PipelineConfig:
     Attributes:
       block: `(rows, cols)` of one tile, multiples of (8, 128) elements, in the array's own physical order. Default:
         chosen from shape, dtypes and chip (`plan_tiles`).
-      buffers: VMEM buffers for each input stream, 2 or 3. (Outputs always have two.)
+      buffers: VMEM buffers for each input stream, 2 or 3; 2 with schedule "blocked". (Outputs always have two.)
       schedule: "pipelined" overlaps each tile's transfers with its neighbours' arithmetic (`pltpu.emit_pipeline`);
         "synchronous" is the same pipeline, one transfer at a time; "blocked" leaves it to `pl.pallas_call`'s own
         grid. The three give the same bits.
@@ -41,7 +41,7 @@ class PipelineConfig:
         if self.block is not None:
             object.__setattr__(self, "block", contract.check_block(self.block))
         contract.check_buffers(self.buffers)
-        contract.check_schedule(self.schedule)
+        contract.check_schedule(self.schedule, self.buffers)
         contract.check_mode(self.mode, "mode")
 
 

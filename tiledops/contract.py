@@ -39,9 +39,14 @@ def check_buffers(buffers: Any) -> None:
         raise ValueError(f"buffers must be 2 (double buffering) or 3; got {buffers!r}")
 
 
-def check_schedule(schedule: Any) -> None:
+def check_schedule(schedule: Any, buffers: int) -> None:
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}; got {schedule!r}")
+    if schedule == "blocked" and buffers != 2:
+        raise ValueError(
+            "schedule='blocked' has two buffers, the only number that pallas_call's own pipeline takes; got "
+            f"buffers={buffers}. Use schedule='pipelined' for three"
+        )
 
 
 def check_mode(mode: Any, source: str) -> None:

@@ -123,6 +123,11 @@ def _streamed(op: Operation, coefficients: Any, arrays: Any) -> tuple[jax.Array,
     return (*outs, view.back(total, op.total))
 
 
+def _sliceable(vector: jax.Array, sliced: bool) -> jax.Array:
+    """A coefficient whose tiles take slices of it, as float32: those of bfloat16 would start at multiples of 256."""
+    return vector.astype(jnp.float32) if sliced else vector
+
+
 def _varying(coefficient: tuple[int, ...], shape: tuple[int, ...]) -> frozenset[int]:
     return frozenset(axis for axis, extent in enumerate(coefficient) if extent > 1)
 

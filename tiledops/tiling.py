@@ -70,6 +70,12 @@ class TilePlan:
         """Elements of all tiles together, what hangs over the edges included."""
         return self.programs * math.prod(self.block)
 
+    def slices(self, axis: int | None) -> bool:
+        """Whether a vector along a tiled axis is taken a part at a time, by tile or by slab."""
+        if axis is None or axis < len(self.shape) - 2:
+            return False
+        return self.grid[axis] > 1 or (axis == self.slab_axis and self.slab < self.block[axis])
+
     @property
     def steps(self) -> tuple[int, ...]:
         """The grid of each core, in loop order: the split axis is shared out, rounded up."""
