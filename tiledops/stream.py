@@ -104,7 +104,9 @@ def _streamed(op: Operation, coefficients: Any, arrays: Any) -> tuple[jax.Array,
     compute = functools.partial(op.block, exact=op.mode != modes.TPU)
     tile = Tile(compute, plan, places, kept if summed_here else None, summed_here, products)
     resident = [
-        c.transpose(view.order).reshape(-1) for c, place in zip(coefficients, places, strict=True) if place != STREAMED
+        _sliceable(c.transpose(view.order).reshape(-1), plan.slices(place))
+        for c, place in zip(coefficients, places, strict=True)
+        if place != STREAMED
     ]
     streams = [
         view.of(jnp.broadcast_to(c, shape).astype(jnp.float32))
