@@ -156,7 +156,7 @@ def _call(op: Operation, tile: Tile, resident: list[jax.Array], streams: list[ja
         tile.run(pl.program_id(0), tuple(pl.program_id(1 + k) for k in range(len(plan.order))), split(refs))
 
     def pipelined(*refs: Any) -> None:
-        core, hbm = pl.program_id(0), split(refs)
+        core, hbm = pl.program_id(0) if plan.cores > 1 else 0, split(refs)
 
         def body(*tiles: Any) -> None:
             ids = tuple(pl.program_id(k) for k in range(len(plan.order)))
@@ -170,18 +170,22 @@ def _call(op: Operation, tile: Tile, resident: list[jax.Array], streams: list[ja
             no_pipelining=op.config.schedule == "synchronous",
         )(*hbm.ins, *hbm.outs)
 
+    if op.config.schedule != "blocked" and plan.cores == 1:
+        # A kernel without a grid takes scalars as they are, in SMEM; windows of a grid have at least one axis.
+        resident = [c.reshape(()) if place is None else c for c, place in zip(resident, tile.resident, strict=True)]
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     if op.config.schedule == "blocked":
-        kernel, grid = blocked, (plan.cores, *plan.steps)
+        kernel: Callable[..., None] = blocked
+        grid: tuple[int, ...] = (plan.cores, *plan.steps)
         ins = tile_specs(len(streams), plan.buffers)
         outs = tile_specs(len(out_dtypes), tiling.OUTPUT_BUFFERS)
     else:
-        kernel, grid = pipelined, (plan.cores,)
+        kernel, grid = pipelined, (plan.cores,) if plan.cores > 1 else ()
         ins, outs = [in_hbm] * len(streams), [in_hbm] * len(out_dtypes)
     return pl.pallas_call(
         kernel,
         grid=grid,
-        in_specs=[*(tile.resident_spec(place) for place in tile.places if place != STREAMED), *ins],
+        in_specs=[*map(tile.resident_spec, tile.resident), *ins],
         out_specs=[*outs, *totals],
         out_shape=[
             *(_struct(like, plan.shape, dtype) for dtype in out_dtypes),
@@ -193,11 +197,12 @@ def _call(op: Operation, tile: Tile, resident: list[jax.Array], streams: list[ja
             flops=blocks.FLOPS[op.block] * math.prod(plan.shape), transcendentals=0, bytes_accessed=plan.hbm_bytes
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=(pltpu.PARALLEL,) + (pltpu.ARBITRARY,) * (len(grid) - 1),
+            dimension_semantics=((pltpu.PARALLEL,) + (pltpu.ARBITRARY,) * len(plan.order))[: len(grid)],
             vmem_limit_bytes=plan.vmem_limit_bytes,
         ),
         interpret=modes.interpret_params(op.chip.num_cores) if op.mode == modes.SIMULATE else False,
         name=op.name,
+        metadata={"block": "x".join(map(str, plan.block)), "vmem_bytes": str(plan.buffer_bytes)},
     )(*resident, *streams)
 
 

@@ -63,6 +63,11 @@ class Tile:
     summed: bool
     products: bool
 
+    @property
+    def resident(self) -> tuple[int | None, ...]:
+        """The places of the coefficients that stay in fast memory."""
+        return tuple(place for place in self.places if place != STREAMED)
+
     def at(self, core: Any, ids: Any) -> tuple[Any, ...]:
         """The tile's index along each axis of the view."""
         at: list[Any] = [0] * len(self.plan.shape)
@@ -133,7 +138,7 @@ class Tile:
         """A coefficient's part for one slab, shaped to broadcast against it."""
         plan, rank = self.plan, len(self.plan.shape)
         if place is None:
-            return ref[0]
+            return ref[0] if ref.shape else ref[...]
         if place < rank - 2:  # one leading index a tile: a scalar
             return ref[at[place]]
         sliced = place == plan.slab_axis

@@ -1,0 +1,266 @@
+"""What the TPU compiler made of a function, on a machine with no TPU.
+
+libtpu compiles ahead of time for a chip or a whole pod that is not attached. `compile_for` does so and reads the
+optimized program: its kernels, the HBM bytes that each instruction moves in their physical, tiled size, what XLA added
+around the kernels, and the collectives. It works for any function, so that plain jnp can stand beside a kernel.
+
+>>> x = jax.ShapeDtypeStruct((1024, 512), jnp.float32)
+>>> report = compiled.compile_for(lambda x, y: tiledops.axpy(2.0, x, y), x, x, chip="v5e")
+>>> [kernel.name for kernel in report.kernels], report.hbm_bytes, report.extra
+(['tiledops_axpy'], 6291456, ())
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tiledops import chips
+
+# The smallest topology of each generation that libtpu describes: one host.
+HOSTS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+
+# What libtpu asks of its surroundings before it describes a machine that is not there.
+_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+
+
+@functools.cache
+def topology_devices(topology: str) -> tuple[Any, ...]:
+    """The devices of a TPU topology that need not be attached: "v5e", "v5e:4x4", "v5p:8x8x8" ...
+
+    Raises:
+      ValueError: libtpu knows no such topology.
+      RuntimeError: libtpu is not installed (`pip install "tiledops[test]"`).
+    """
+    from jax.experimental import topologies
+
+    for key, value in _ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    try:
+        described = topologies.get_topology_desc(platform="tpu", topology_name=HOSTS.get(topology, topology))
+    except Exception as error:  # jaxlib raises its own types for both
+        if "libtpu" in str(error).lower() and "not" in str(error).lower() and ":" not in topology:
+            raise RuntimeError("compiling for TPU needs libtpu: pip install 'tiledops[test]'") from error
+        raise ValueError(
+            f"chip must be one of {', '.join(HOSTS)} or a topology such as 'v5e:4x4'; got {topology!r} ({error})"
+        ) from error
+    return tuple(described.devices)
+
+
+def lower_for(fn: Callable[..., Any], *args: Any, chip: str = "v5e", **jit_options: Any) -> jax.stages.Lowered:
+    """Traces and lowers `jax.jit(fn, **jit_options)` for a TPU that need not be attached.
+
+    Args:
+      fn: a function of arrays; if it is jitted already, `jit_options` must be empty.
+      args: arrays, ShapeDtypeStructs, or trees of them. Those with a NamedSharding on a mesh of
+        `topology_devices(...)` say what mesh the program is for; else it is for one device of `chip`.
+      chip: a generation ("v4", "v5e", "v5p", "v6e", "tpu7x") or a topology ("v5e:4x4").
+    """
+    leaves = jax.tree.leaves(args)
+    meshes = {leaf.sharding.mesh for leaf in leaves if isinstance(getattr(leaf, "sharding", None), NamedSharding)}
+    mesh = meshes.pop() if meshes else Mesh(np.array(topology_devices(chip)[:1]), ("chip",))
+
+    def placed(leaf: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(leaf, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(mesh, PartitionSpec())
+        leaf = leaf if hasattr(leaf, "dtype") else jax.numpy.asarray(leaf)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn, **jit_options)
+    with jax.set_mesh(mesh):
+        return jitted.lower(*jax.tree.map(placed, args))
+
+
+def compile_for(fn: Callable[..., Any], *args: Any, chip: str = "v5e", **jit_options: Any) -> Report:
+    """Compiles `fn` as `lower_for` lowers it, and reports what came out."""
+    executable = lower_for(fn, *args, chip=chip, **jit_options).compile()
+    return read_report(executable.as_text(), executable.memory_analysis())
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One instruction of the optimized program.
+
+    Attributes:
+      opcode: as XLA spells it: "fusion", "custom-call", "copy", "all-reduce" ...
+      name: of the instruction; of a kernel, the kernel's own.
+      shape: of the result, as XLA prints it, layout included.
+      read, written: HBM bytes in their tiled size, each operand and result counted whole.
+      times: how often it runs (the trip counts of the loops around it).
+    """
+
+    opcode: str
+    name: str
+    shape: str
+    read: int
+    written: int
+    times: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A Mosaic kernel: its name, its tile, the VMEM of its stream buffers, its HBM bytes a call, and its calls."""
+
+    name: str
+    block: tuple[int, ...] | None
+    vmem_bytes: int | None
+    read: int
+    written: int
+    times: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What the compiler made of a function.
+
+    Attributes:
+      instructions: everything that runs at the top level or in a loop, but for what moves nothing (bitcasts, tuples).
+      kernels: the Mosaic kernels among them.
+      extra: the copies, pads, slices, transposes and reshapes that XLA runs as operations of their own. A copy of less
+        than a tile (4 KiB), such as a scalar's to SMEM, and a prefetch into VMEM, which moves no byte of HBM twice,
+        are not counted.
+      collectives: opcode and result shape of each.
+      hbm_read, hbm_written: bytes.
+      argument_bytes, output_bytes, temporary_bytes, donated_bytes: of the program's buffers on one device.
+    """
+
+    instructions: tuple[Instruction, ...]
+    kernels: tuple[Kernel, ...]
+    extra: tuple[Instruction, ...]
+    collectives: tuple[Instruction, ...]
+    hbm_read: int
+    hbm_written: int
+    argument_bytes: int
+    output_bytes: int
+    temporary_bytes: int
+    donated_bytes: int
+
+    @property
+    def hbm_bytes(self) -> int:
+        return self.hbm_read + self.hbm_written
+
+
+_MOVES_NOTHING = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "partition-id"}
+_EXTRA = {"copy", "pad", "slice", "transpose", "reshape", "dynamic-slice", "concatenate"}
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+_TILE_BYTES = 4096
+
+_LINE = re.compile(r"\s+(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<shape>\(.*?\)|\S+) (?P<opcode>[\w\-]+)\((?P<operands>[^)]*)\)")
+_ARRAY = re.compile(r"\b(?P<type>[a-z]+\d*\w*)\[(?P<dims>[\d,]*)\](?:\{(?P<order>[\d,]*)(?::(?P<tiling>[^}]*))?\})?")
+
+
+def read_report(text: str, memory: Any = None) -> Report:
+    """Reads an optimized HLO module of XLA for TPU, and its memory analysis."""
+    computations = dict(_computations(text))
+    entry = next(name for name in computations if name.startswith("ENTRY "))
+    listed = tuple(_instructions(computations, entry, 1))
+    instructions = tuple(instruction for instruction, _ in listed)
+    extra = tuple(
+        i for i in instructions if i.opcode in _EXTRA and max(i.read, i.written) > _TILE_BYTES and "S(" not in i.shape
+    )
+    return Report(
+        instructions=instructions,
+        kernels=tuple(
+            _kernel(instruction, line) for instruction, line in listed if "tpu_custom_call" in line
+        ),
+        extra=extra,
+        collectives=tuple(i for i in instructions if i.opcode.removesuffix("-start") in _COLLECTIVES),
+        hbm_read=sum(i.read * i.times for i in instructions),
+        hbm_written=sum(i.written * i.times for i in instructions),
+        argument_bytes=getattr(memory, "argument_size_in_bytes", 0),
+        output_bytes=getattr(memory, "output_size_in_bytes", 0),
+        temporary_bytes=getattr(memory, "temp_size_in_bytes", 0),
+        donated_bytes=getattr(memory, "alias_size_in_bytes", 0),
+    )
+
+
+def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Name and lines of each computation; the entry's name begins with "ENTRY "."""
+    name = None
+    lines: list[str] = []
+    for line in text.splitlines():
+        if name is None and line.endswith("{") and not line.startswith("HloModule"):
+            entry, _, rest = line.partition("%")
+            name = entry + re.split(r"[ (]", rest)[0]
+            lines = []
+        elif line.rstrip() == "}" and name is not None:
+            yield name, lines
+            name = None
+        elif name is not None and re.match(r"\s+(ROOT )?%", line):
+            lines.append(line)
+        elif lines:  # a kernel's metadata spreads over lines
+            lines[-1] += line
+
+
+def _instructions(
+    computations: dict[str, list[str]], name: str, times: int
+) -> Iterator[tuple[Instruction, str]]:
+    shapes: dict[str, str] = {}
+    for line in computations[name]:
+        match = _LINE.match(line)
+        if match is None:
+            continue
+        shapes[match["name"]] = match["shape"]
+        if match["opcode"] in _MOVES_NOTHING:
+            continue
+        called = re.search(r"(?:body|to_apply|calls)=%([\w.\-]+)", line)
+        if match["opcode"] in ("while", "call", "async-start") and called:
+            count = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line)
+            yield from _instructions(computations, called[1], times * int(count[1]) if count else times)
+            continue
+        operands = [shapes.get(operand, "") for operand in re.findall(r"%([\w.\-]+)", match["operands"])]
+        read, written = sum(map(_hbm_bytes, operands)), _hbm_bytes(match["shape"])
+        if match["opcode"].endswith("-done"):
+            read = written = 0  # counted at its start
+        elif match["opcode"].endswith("-start"):  # the result repeats the operands
+            written = _hbm_bytes(match["shape"]) - read
+        yield Instruction(match["opcode"], match["name"], match["shape"], read, max(0, written), times), line
+
+
+def _hbm_bytes(shape: str) -> int:
+    """Bytes of an array or a tuple of them in HBM, padded to its tiles; what lies in VMEM or SMEM is none."""
+    total = 0
+    for match in _ARRAY.finditer(shape):
+        tiling = match["tiling"] or ""
+        if "S(" in tiling or match["type"] in ("token", "pred", "u") or not re.search(r"\d", match["type"]):
+            continue
+        dims = [int(n) for n in match["dims"].split(",") if n] or [1]
+        order = [int(n) for n in (match["order"] or "").split(",") if n] or [0]
+        tile = re.search(r"T\(([\d,]+)\)", tiling)
+        for extent, axis in zip(reversed([int(n) for n in tile[1].split(",")]) if tile else [], order, strict=False):
+            dims[axis] = -(-dims[axis] // extent) * extent
+        digits = re.search(r"\d+", match["type"])
+        total += math.prod(dims) * int(digits[0] if digits else 0) // 8
+    return total
+
+
+def _kernel(instruction: Instruction, line: str) -> Kernel:
+    found = re.search(r"kernel_metadata=(\{.*?\})", line)
+    with contextlib.suppress(ValueError):
+        metadata = json.loads(found[1].replace('\\"', '"')) if found else {}
+    name = re.sub(r"\.\d+$", "", instruction.name)
+    block = metadata.get("block")
+    return Kernel(
+        name=name,
+        block=tuple(map(int, block.split("x"))) if block else None,
+        vmem_bytes=int(metadata["vmem_bytes"]) if "vmem_bytes" in metadata else None,
+        read=instruction.read,
+        written=instruction.written,
+        times=instruction.times,
+    )
