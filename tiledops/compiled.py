@@ -12,10 +12,8 @@ around the kernels, and the collectives. It works for any function, so that plai
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import json
 import math
 import os
 import re
@@ -24,9 +22,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
-from tiledops import chips
+from tiledops.chips import DEFAULT_CHIP
 
 # The smallest topology of each generation that libtpu describes: one host.
 HOSTS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
@@ -62,7 +60,7 @@ def topology_devices(topology: str) -> tuple[Any, ...]:
     return tuple(described.devices)
 
 
-def lower_for(fn: Callable[..., Any], *args: Any, chip: str = "v5e", **jit_options: Any) -> jax.stages.Lowered:
+def lower_for(fn: Callable[..., Any], *args: Any, chip: str = DEFAULT_CHIP, **jit_options: Any) -> jax.stages.Lowered:
     """Traces and lowers `jax.jit(fn, **jit_options)` for a TPU that need not be attached.
 
     Args:
@@ -75,22 +73,26 @@ def lower_for(fn: Callable[..., Any], *args: Any, chip: str = "v5e", **jit_optio
     meshes = {leaf.sharding.mesh for leaf in leaves if isinstance(getattr(leaf, "sharding", None), NamedSharding)}
     mesh = meshes.pop() if meshes else Mesh(np.array(topology_devices(chip)[:1]), ("chip",))
 
-    def placed(leaf: Any) -> jax.ShapeDtypeStruct:
+    spec: Any = jax.P
+    replicated = spec()
+
+    def placed(leaf: Any) -> Any:
         sharding = getattr(leaf, "sharding", None)
         if not isinstance(sharding, NamedSharding):
-            sharding = NamedSharding(mesh, PartitionSpec())
+            sharding = NamedSharding(mesh, replicated)
         leaf = leaf if hasattr(leaf, "dtype") else jax.numpy.asarray(leaf)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        struct: Any = jax.ShapeDtypeStruct
+        return struct(leaf.shape, leaf.dtype, sharding=sharding)
 
     jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn, **jit_options)
     with jax.set_mesh(mesh):
         return jitted.lower(*jax.tree.map(placed, args))
 
 
-def compile_for(fn: Callable[..., Any], *args: Any, chip: str = "v5e", **jit_options: Any) -> Report:
+def compile_for(fn: Callable[..., Any], *args: Any, chip: str = DEFAULT_CHIP, **jit_options: Any) -> Report:
     """Compiles `fn` as `lower_for` lowers it, and reports what came out."""
     executable = lower_for(fn, *args, chip=chip, **jit_options).compile()
-    return read_report(executable.as_text(), executable.memory_analysis())
+    return read_report(executable.as_text() or "", executable.memory_analysis())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,11 +117,13 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A Mosaic kernel: its name, its tile, the VMEM of its stream buffers, its HBM bytes a call, and its calls."""
+    """A Mosaic kernel: its name, HBM bytes a call and calls; of one of ours also its tile, the VMEM of its stream
+    buffers and the TensorCores that share it."""
 
     name: str
-    block: tuple[int, ...] | None
-    vmem_bytes: int | None
+    block: tuple[int, ...]
+    vmem_bytes: int
+    cores: int
     read: int
     written: int
     times: int
@@ -158,10 +162,19 @@ class Report:
 
 _MOVES_NOTHING = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "partition-id"}
 _EXTRA = {"copy", "pad", "slice", "transpose", "reshape", "dynamic-slice", "concatenate"}
-_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+_COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
 _TILE_BYTES = 4096
 
-_LINE = re.compile(r"\s+(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<shape>\(.*?\)|\S+) (?P<opcode>[\w\-]+)\((?P<operands>[^)]*)\)")
+_LINE = re.compile(
+    r"\s+(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<shape>\(.*?\)|\S+) (?P<opcode>[\w\-]+)\((?P<operands>[^)]*)\)"
+)
 _ARRAY = re.compile(r"\b(?P<type>[a-z]+\d*\w*)\[(?P<dims>[\d,]*)\](?:\{(?P<order>[\d,]*)(?::(?P<tiling>[^}]*))?\})?")
 
 
@@ -176,9 +189,7 @@ def read_report(text: str, memory: Any = None) -> Report:
     )
     return Report(
         instructions=instructions,
-        kernels=tuple(
-            _kernel(instruction, line) for instruction, line in listed if "tpu_custom_call" in line
-        ),
+        kernels=tuple(_kernel(instruction, line) for instruction, line in listed if "tpu_custom_call" in line),
         extra=extra,
         collectives=tuple(i for i in instructions if i.opcode.removesuffix("-start") in _COLLECTIVES),
         hbm_read=sum(i.read * i.times for i in instructions),
@@ -208,9 +219,7 @@ def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
             lines[-1] += line
 
 
-def _instructions(
-    computations: dict[str, list[str]], name: str, times: int
-) -> Iterator[tuple[Instruction, str]]:
+def _instructions(computations: dict[str, list[str]], name: str, times: int) -> Iterator[tuple[Instruction, str]]:
     shapes: dict[str, str] = {}
     for line in computations[name]:
         match = _LINE.match(line)
@@ -251,15 +260,12 @@ def _hbm_bytes(shape: str) -> int:
 
 
 def _kernel(instruction: Instruction, line: str) -> Kernel:
-    found = re.search(r"kernel_metadata=(\{.*?\})", line)
-    with contextlib.suppress(ValueError):
-        metadata = json.loads(found[1].replace('\\"', '"')) if found else {}
-    name = re.sub(r"\.\d+$", "", instruction.name)
-    block = metadata.get("block")
+    own = dict(re.findall(r'"(block|vmem_bytes|cores)":"([\dx]+)"', line))
     return Kernel(
-        name=name,
-        block=tuple(map(int, block.split("x"))) if block else None,
-        vmem_bytes=int(metadata["vmem_bytes"]) if "vmem_bytes" in metadata else None,
+        name=re.sub(r"\.\d+$", "", instruction.name),
+        block=tuple(map(int, own["block"].split("x"))) if "block" in own else (),
+        vmem_bytes=int(own.get("vmem_bytes", 0)),
+        cores=int(own.get("cores", 1)),
         read=instruction.read,
         written=instruction.written,
         times=instruction.times,

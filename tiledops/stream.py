@@ -156,7 +156,7 @@ def _call(op: Operation, tile: Tile, resident: list[jax.Array], streams: list[ja
         tile.run(pl.program_id(0), tuple(pl.program_id(1 + k) for k in range(len(plan.order))), split(refs))
 
     def pipelined(*refs: Any) -> None:
-        core, hbm = pl.program_id(0) if plan.cores > 1 else 0, split(refs)
+        core, hbm = 0 if alone else pl.program_id(0), split(refs)
 
         def body(*tiles: Any) -> None:
             ids = tuple(pl.program_id(k) for k in range(len(plan.order)))
@@ -170,8 +170,11 @@ def _call(op: Operation, tile: Tile, resident: list[jax.Array], streams: list[ja
             no_pipelining=op.config.schedule == "synchronous",
         )(*hbm.ins, *hbm.outs)
 
-    if op.config.schedule != "blocked" and plan.cores == 1:
-        # A kernel without a grid takes scalars as they are, in SMEM; windows of a grid have at least one axis.
+    # A kernel without a grid takes scalars as they are; the windows of a grid have at least one axis.
+    alone = (
+        plan.cores == 1 and op.config.schedule != "blocked" and not any(map(plan.slices, (*tile.resident, tile.kept)))
+    )
+    if alone:
         resident = [c.reshape(()) if place is None else c for c, place in zip(resident, tile.resident, strict=True)]
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     if op.config.schedule == "blocked":
@@ -180,7 +183,7 @@ def _call(op: Operation, tile: Tile, resident: list[jax.Array], streams: list[ja
         ins = tile_specs(len(streams), plan.buffers)
         outs = tile_specs(len(out_dtypes), tiling.OUTPUT_BUFFERS)
     else:
-        kernel, grid = pipelined, (plan.cores,) if plan.cores > 1 else ()
+        kernel, grid = pipelined, () if alone else (plan.cores,)
         ins, outs = [in_hbm] * len(streams), [in_hbm] * len(out_dtypes)
     return pl.pallas_call(
         kernel,
@@ -202,7 +205,11 @@ def _call(op: Operation, tile: Tile, resident: list[jax.Array], streams: list[ja
         ),
         interpret=modes.interpret_params(op.chip.num_cores) if op.mode == modes.SIMULATE else False,
         name=op.name,
-        metadata={"block": "x".join(map(str, plan.block)), "vmem_bytes": str(plan.buffer_bytes)},
+        metadata={  # what `compiled` reads back
+            "block": "x".join(map(str, plan.block)),
+            "vmem_bytes": str(plan.buffer_bytes),
+            "cores": str(plan.cores),
+        },
     )(*resident, *streams)
 
 
