@@ -4,6 +4,16 @@ from tiledops.axpy import axpy
 from tiledops.chips import simulated_chip
 from tiledops.config import PipelineConfig, use_config
 from tiledops.tiling import TilePlan, plan_tiles
+from tiledops.updates import apply_updates
 from tiledops.version import __version__
 
-__all__ = ["PipelineConfig", "TilePlan", "__version__", "axpy", "plan_tiles", "simulated_chip", "use_config"]
+__all__ = [
+    "PipelineConfig",
+    "TilePlan",
+    "__version__",
+    "apply_updates",
+    "axpy",
+    "plan_tiles",
+    "simulated_chip",
+    "use_config",
+]

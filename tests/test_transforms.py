@@ -1,0 +1,354 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.extend.core import jaxprs_in_params
+
+import tiledops
+from tiledops import stream, transforms
+
+STEPS = 3
+
+
+def matrices(params):
+    """A mask: weight decay for matrices alone."""
+    return jax.tree.map(lambda p: p.ndim > 1, params)
+
+
+def halving(step):
+    return 0.1 * 0.5**step
+
+
+# One table of cases: each is made of Optax's module and of this library's, by the same line.
+CASES = {
+    "trace": lambda m: m.trace(0.9),
+    "trace, an array": lambda m: m.trace(jnp.float32(0.9)),
+    "trace, Nesterov": lambda m: m.trace(0.9, nesterov=True),
+    "trace, bfloat16 state": lambda m: m.trace(0.9, accumulator_dtype=jnp.bfloat16),
+    "trace, float32 state": lambda m: m.trace(0.9, True, "float32"),
+    "weight decay": lambda m: m.add_decayed_weights(0.1),
+    "weight decay, default": lambda m: m.add_decayed_weights(),
+    "weight decay, schedule": lambda m: m.add_decayed_weights(halving),
+    "weight decay, mask": lambda m: m.add_decayed_weights(0.1, mask=matrices),
+    "weight decay, schedule and mask": lambda m: m.add_decayed_weights(halving, matrices),
+    "scale": lambda m: m.scale(-0.5),
+    "scale, an int": lambda m: m.scale(2),
+    "scale, NumPy": lambda m: m.scale(np.float32(0.5)),
+    "learning rate": lambda m: m.scale_by_learning_rate(0.1),
+    "learning rate, an array": lambda m: m.scale_by_learning_rate(jnp.float32(0.1)),
+    "learning rate, a schedule": lambda m: m.scale_by_learning_rate(halving),
+    "learning rate, ascending": lambda m: m.scale_by_learning_rate(0.1, flip_sign=False),
+    "learning rate, none": lambda m: m.scale_by_learning_rate(),
+    "schedule": lambda m: m.scale_by_schedule(halving),
+    "identity": lambda m: m.identity(),
+}
+
+
+def sgd(m, learning_rate=0.1, momentum=0.9, weight_decay=0.01):
+    return optax.chain(
+        m.add_decayed_weights(weight_decay), m.trace(momentum, nesterov=True), m.scale_by_learning_rate(learning_rate)
+    )
+
+
+CHAINS = {
+    "chain": sgd,
+    "named_chain": lambda m: optax.named_chain(("momentum", m.trace(0.9)), ("rate", m.scale(-0.1))),
+    "masked": lambda m: optax.masked(sgd(m, weight_decay=halving), matrices),
+    "partition": lambda m: optax.partition(
+        {"decayed": sgd(m), "fixed": optax.set_to_zero(), "plain": m.scale(-0.1)},
+        lambda params: jax.tree.map(lambda p: ("plain", "fixed", "decayed")[min(p.ndim, 2)], params),
+    ),
+    "inject_hyperparams": lambda m: optax.inject_hyperparams(functools.partial(sgd, m))(learning_rate=halving),
+    "MultiSteps": lambda m: optax.MultiSteps(sgd(m), every_k_schedule=2).gradient_transformation(),
+    "apply_if_finite": lambda m: optax.apply_if_finite(sgd(m), max_consecutive_errors=2),
+    "with Optax's own": lambda m: optax.chain(optax.clip_by_global_norm(1.0), m.trace(0.9), optax.scale(-0.1)),
+}
+
+
+def tree(seed, dtype=jnp.float32):
+    rng = np.random.default_rng(seed)
+
+    def draw(*shape):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    return {
+        "matrix": draw(9, 130),
+        "nested": [draw(5), (draw(2, 3, 4), None)],
+        "scalar": draw(),
+        "empty": draw(0, 3),
+        "masked": optax.MaskedNode(),
+        "nothing": {},
+    }
+
+
+def train(tx, params, steps=STEPS, apply=optax.apply_updates, jit=True):
+    """Updates, state and parameters after every step, with gradients that change from step to step."""
+    step = jax.jit(tx.update) if jit else tx.update
+    state, history = tx.init(params), []
+    for i in range(steps):
+        grads = jax.tree.map(lambda p, k=i + 1: jnp.cos(p * k).astype(p.dtype), params)
+        updates, state = step(grads, state, params)
+        params = apply(params, updates)
+        history.append((updates, state, params))
+    return history
+
+
+def assert_agree(got, wanted):
+    """The same trees, shapes and dtypes, and values within rounding.
+
+    Two ways to round one add a*x + y differ by one rounding of the product and one of the sum on either side: by
+    3*unit*(|a*x| + |y|), with the unit roundoff 2**-24 of float32, or 2**-9 where anything is bfloat16. The maths is
+    linear with factors of at most 1, so that these add up; no step has more than 8 operations, and no term is over 4
+    times the largest value.
+    """
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    largest = max((np.abs(np.asarray(x, np.float64)).max(initial=0) for x in jax.tree.leaves(wanted)), default=0)
+    unit = 2.0**-9 if any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(wanted)) else 2.0**-24
+    bound = STEPS * 8 * 3 * unit * 4 * largest
+
+    def agree(path, ours, theirs):
+        where = jax.tree_util.keystr(path)
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), where
+        if jnp.issubdtype(ours.dtype, jnp.floating):
+            np.testing.assert_allclose(
+                np.asarray(ours, np.float64), np.asarray(theirs, np.float64), rtol=0, atol=bound, err_msg=where
+            )
+        else:
+            np.testing.assert_array_equal(ours, theirs, err_msg=where)
+
+    jax.tree_util.tree_map_with_path(agree, got, wanted)
+
+
+@pytest.fixture
+def reference():
+    with tiledops.use_config(mode="reference"):
+        yield
+
+
+@pytest.mark.parametrize("make", CASES.values(), ids=CASES)
+def test_float32_agrees_with_optax(make, reference):
+    assert_agree(train(make(transforms), tree(0)), train(make(optax), tree(0)))
+
+
+@pytest.mark.parametrize("make", CASES.values(), ids=CASES)
+def test_bfloat16_agrees_with_optax_and_keeps_the_dtype_of_updates(make, reference):
+    wanted = train(make(optax), tree(0, jnp.bfloat16))
+    got = train(make(transforms), tree(0, jnp.bfloat16))
+    # Optax lets the dtype of state drift towards that of an array of hyperparameters; here it is held.
+    wanted = [
+        (updates, jax.tree.map(lambda x, like: x.astype(like.dtype), state, ours[1]), params)
+        for (updates, state, params), ours in zip(wanted, got, strict=True)
+    ]
+    assert_agree(got, wanted)
+
+
+@pytest.mark.parametrize("make", CHAINS.values(), ids=CHAINS)
+def test_optax_combinators_take_them(make, reference):
+    params = {"matrix": tree(0)["matrix"], "vector": tree(0)["nested"][0]}
+    assert_agree(train(make(transforms), params), train(make(optax), params))
+
+
+@pytest.mark.parametrize("make", [CASES["trace"], sgd], ids=["trace", "chain"])
+def test_simulated_kernels_agree_with_optax(make):
+    params = {"matrix": jnp.asarray(np.random.default_rng(0).standard_normal((17, 257)), jnp.float32)}
+    with tiledops.use_config(mode="simulate", block=(8, 128)):
+        got = train(make(transforms), params, apply=tiledops.apply_updates)
+    assert_agree(got, train(make(optax), params))
+
+
+@pytest.mark.parametrize("mode", ["reference", "simulate"])
+def test_a_trace_is_rounded_once(mode):
+    g, t = (np.random.default_rng(seed).standard_normal((3, 130)).astype(np.float32) for seed in (0, 1))
+    decay = np.float32(0.9)
+    with tiledops.use_config(mode=mode):
+        update, state = transforms.trace(0.9, nesterov=True).update(g, optax.TraceState(t))
+    new = (np.float64(decay) * t + g).astype(np.float32)
+    np.testing.assert_array_equal(state.trace, new)
+    np.testing.assert_array_equal(update, (np.float64(decay) * new + g).astype(np.float32))
+
+
+def test_a_learning_rate_may_be_an_array_that_broadcasts(reference):
+    rate, g = np.array([1.0, 2.0, 4.0], np.float32), np.ones((2, 3), np.float32)
+    update, _ = transforms.scale_by_learning_rate(rate).update(g, optax.EmptyState())
+    np.testing.assert_array_equal(update, -rate * g)
+
+
+def test_state_types_and_shapes_from_shapes_alone():
+    shapes = jax.ShapeDtypeStruct((3, 4), jnp.bfloat16)
+    state = jax.eval_shape(sgd(transforms).init, shapes)
+    assert state == jax.eval_shape(sgd(optax).init, shapes)
+
+
+def test_tree_map_params_sees_the_state(reference):
+    tx = sgd(transforms)
+    state = optax.tree_map_params(tx, lambda x: x + 1, tx.init(jnp.zeros(3)))
+    np.testing.assert_array_equal(state[1].trace, np.ones(3))
+
+
+def test_nnx_optimizer_takes_them(reference):
+    def trained(m):
+        model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, sgd(m), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer):
+            grads = nnx.grad(lambda model: jnp.sum(model(jnp.ones((2, 3))) ** 2))(model)
+            optimizer.update(model, grads)
+
+        for _ in range(STEPS):
+            step(model, optimizer)
+        return nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(nnx.state(optimizer))
+
+    assert_agree(trained(transforms), trained(optax))
+
+
+RATES = {"Python": 0.1, "NumPy": np.float64(0.1), "JAX": jnp.float32(0.1), "schedule": halving}
+
+
+@pytest.mark.parametrize("rate", RATES.values(), ids=RATES)
+@pytest.mark.parametrize("grads_dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_scan_over_steps_keeps_every_dtype(dtype, grads_dtype, rate, reference):
+    tx, params = sgd(transforms, rate), {"w": jnp.ones((2, 5), dtype)}
+
+    def step(carry, g):
+        params, state = carry
+        updates, state = tx.update({"w": g}, state, params)
+        return (tiledops.apply_updates(params, updates), state), None
+
+    start = (params, tx.init(params))
+    end, _ = jax.lax.scan(step, start, jnp.ones((STEPS, 2, 5), grads_dtype))
+    assert [x.dtype for x in jax.tree.leaves(end)] == [x.dtype for x in jax.tree.leaves(start)]
+    assert np.all(np.asarray(end[0]["w"]) < 1)
+
+
+def test_a_step_compiles_once_whatever_the_learning_rate():
+    def step(rate, grads, state, params):
+        updates, state = sgd(transforms, rate).update(grads, state, params)
+        return tiledops.apply_updates(params, updates), state
+
+    step = jax.jit(step)
+    params = {"w": jnp.ones((3, 5)), "v": jnp.asarray(1.0)}  # the second is weakly typed
+    params = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    state = sgd(transforms).init(params)
+    for rate in (0.1, 0.2, 0.3):
+        params, state = step(rate, params, state, params)
+    assert step._cache_size() == 1
+
+
+def test_a_new_learning_rate_takes_the_same_kernel_without_jit():
+    g = jnp.ones((3, 5))
+    transforms.scale(0.5).update(g, optax.EmptyState())
+    kernels = stream._streamed._cache_size()
+    update, _ = transforms.scale(0.25).update(g, optax.EmptyState())
+    np.testing.assert_array_equal(update, np.full((3, 5), 0.25))
+    assert stream._streamed._cache_size() == kernels
+
+
+def test_weakly_typed_parameters_get_strong_state():
+    weak = jnp.asarray(1.0)
+    assert weak.weak_type
+    assert not transforms.trace(0.9).init(weak).trace.weak_type
+
+
+ONE_KERNEL = [case for case in CASES if case not in ("weight decay, default", "learning rate, none", "identity")]
+
+
+@pytest.mark.parametrize("case", ONE_KERNEL)
+def test_an_update_is_one_kernel_a_leaf(case):
+    params = {"w": jnp.ones((8, 128)), "v": jnp.ones((2, 8, 128))}
+    tx = CASES[case](transforms)
+    jaxpr = jax.make_jaxpr(tx.update)(params, tx.init(params), params)
+    assert count_kernels(jaxpr.jaxpr) == 2
+
+
+def count_kernels(jaxpr):
+    return sum(
+        equation.primitive.name == "pallas_call"
+        or sum(count_kernels(inner) for inner in jaxprs_in_params(equation.params))
+        for equation in jaxpr.eqns
+    )
+
+
+def two_steps(m):
+    """A loss after two steps as a function of the learning rate, as meta-learning differentiates it."""
+    params, grads = jnp.asarray([1.0, 2.0]), jnp.asarray([0.5, -1.0])
+
+    def loss(rate):
+        tx = sgd(m, rate)
+        updates, state = tx.update(grads, tx.init(params), params)
+        updates, state = tx.update(updates, state, params)
+        return jnp.sum((params + updates) ** 2)
+
+    return loss
+
+
+@pytest.mark.parametrize("mode", ["reference", "simulate"])
+@pytest.mark.parametrize("derivative", [jax.grad, jax.hessian])
+def test_a_step_is_differentiable(derivative, mode):
+    wanted = derivative(two_steps(optax))(0.1)
+    with tiledops.use_config(mode=mode):
+        # about 20 operations on terms of up to 4
+        np.testing.assert_allclose(derivative(two_steps(transforms))(0.1), wanted, atol=20 * 4 * 2.0**-24)
+
+
+@pytest.mark.parametrize("mode", ["reference", "simulate"])
+def test_vmap_trains_many_models_at_once(mode):
+    params = {"w": jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 5)), jnp.float32)}
+    wanted = jax.vmap(lambda p: train(sgd(optax), p, steps=1, jit=False))(params)
+    with tiledops.use_config(mode=mode):
+        got = jax.vmap(lambda p: train(sgd(transforms), p, steps=1, jit=False))(params)
+    assert_agree(got, wanted)
+
+
+def test_a_constant_zero_weight_decay_adds_nothing_at_all():
+    params, g = jnp.asarray([jnp.inf]), jnp.ones(1)
+    update, _ = transforms.add_decayed_weights(0.0).update(g, optax.EmptyState(), params)
+    np.testing.assert_array_equal(update, g)
+
+
+def test_a_masked_leaf_may_be_of_any_dtype(reference):
+    tree = {"w": jnp.ones(3), "count": jnp.arange(3)}
+    tx = transforms.add_decayed_weights(0.5, mask={"w": True, "count": False})
+    updates, _ = tx.update(tree, tx.init(tree), tree)
+    np.testing.assert_array_equal(updates["w"], np.full(3, 1.5))
+    np.testing.assert_array_equal(updates["count"], np.arange(3))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.int32, jnp.complex64])
+def test_a_leaf_that_kernels_cannot_take_is_refused_by_its_path(dtype):
+    params = {"layers": [{"kernel": jnp.ones(2, dtype)}]}
+    message = rf"params\['layers'\]\[0\]\['kernel'\] must be float32 or bfloat16; got {dtype.__name__}.*optax.masked"
+    with pytest.raises(TypeError, match=message):
+        transforms.trace(0.9).init(params)
+    with pytest.raises(TypeError, match=message.replace("params", "updates")):
+        transforms.scale(0.5).update(params, optax.EmptyState())
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda g: transforms.trace(0.9, accumulator_dtype=jnp.float16), TypeError, "accumulator_dtype.*got float16"),
+        (lambda g: transforms.scale("0.1").update(g, ()), TypeError, "step_size must be a real number.*got '0.1'"),
+        (lambda g: transforms.scale(True).update(g, ()), TypeError, "step_size must be a real number.*got True"),
+        (lambda g: transforms.scale(1j).update(g, ()), TypeError, "step_size must be a real number.*got 1j"),
+        (
+            lambda g: transforms.scale(jnp.ones(7)).update(g, ()),
+            ValueError,
+            r"step_size.*shape \(7,\).*\['w'\].*\(3,\)",
+        ),
+        (
+            lambda g: transforms.add_decayed_weights(0.1).update(g, ()),
+            ValueError,
+            "needs the parameters; got params=No",
+        ),
+        (lambda g: transforms.trace(0.9).update(g, optax.TraceState({})), ValueError, "tree structure; the state diff"),
+    ],
+)
+def test_misuse_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call({"w": jnp.ones(3)})

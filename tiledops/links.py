@@ -1,0 +1,113 @@
+"""The maths of gradient transformations on one block, and how it chains.
+
+A link takes the update that the link before it hands on, its own numbers and its own blocks of state, and returns the
+update for the next link and its new state. `fused` makes one block function of a chain of links, so that a chain is
+one pass over its arrays. Inside it everything is float32: an update is rounded to its dtype once, at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tiledops import blocks
+from tiledops.blocks import Blocks, multiply_add
+
+Computed = tuple[jax.Array, Blocks]
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """What one gradient transformation computes on a block.
+
+    Attributes:
+      compute: `(numbers, g, state, p, *, exact) -> (update, new state)`; g is the incoming update, p the parameter.
+      numbers: names of its hyperparameters, in the user's words.
+      state: how many blocks of state it has.
+      flops: operations of one element.
+      reads_param: whether it looks at p.
+      keeps_update: whether the update that it hands on is its first block of state.
+    """
+
+    compute: Callable[..., Computed]
+    numbers: tuple[str, ...] = ()
+    state: int = 0
+    flops: int = 0
+    reads_param: bool = False
+    keeps_update: bool = False
+
+
+def link(*numbers: str, **attributes: Any) -> Callable[[Callable[..., Computed]], Link]:
+    """Makes a link of the function that it decorates."""
+    return lambda compute: Link(compute, numbers, **attributes)
+
+
+@link(flops=1, reads_param=True)
+def apply(numbers: Blocks, g: jax.Array, state: Blocks, p: jax.Array, *, exact: bool) -> Computed:
+    """p' = g + p, as the last link: what it hands on is the new parameter."""
+    return multiply_add(jnp.float32(1), g, p, exact=exact), ()
+
+
+@link("step_size", flops=1)
+def scale(numbers: Blocks, g: jax.Array, state: Blocks, p: jax.Array, *, exact: bool) -> Computed:
+    """u = step_size*g."""
+    (step_size,) = numbers
+    return _times(step_size, g, exact=exact), ()
+
+
+@link("weight_decay", flops=2, reads_param=True)
+def decayed_weights(numbers: Blocks, g: jax.Array, state: Blocks, p: jax.Array, *, exact: bool) -> Computed:
+    """u = weight_decay*p + g."""
+    (weight_decay,) = numbers
+    return multiply_add(weight_decay, p, g, exact=exact), ()
+
+
+@link("decay", state=1, flops=2, keeps_update=True)
+def trace(numbers: Blocks, g: jax.Array, state: Blocks, p: jax.Array, *, exact: bool) -> Computed:
+    """t' = decay*t + g,  u = t'."""
+    (decay,), (t,) = numbers, state
+    t = multiply_add(decay, t, g, exact=exact)
+    return t, (t,)
+
+
+@link("decay", state=1, flops=4)
+def nesterov_trace(numbers: Blocks, g: jax.Array, state: Blocks, p: jax.Array, *, exact: bool) -> Computed:
+    """t' = decay*t + g,  u = decay*t' + g."""
+    (decay,), (t,) = numbers, state
+    t = multiply_add(decay, t, g, exact=exact)
+    return multiply_add(decay, t, g, exact=exact), (t,)
+
+
+@functools.cache
+def fused(chain: tuple[Link, ...], *, stores_update: bool = True) -> Callable[..., tuple[Blocks, None]]:
+    """The block function of a chain: cached, so that equal chains are one function and one kernel.
+
+    Its coefficients are the links' numbers in order; its blocks are g, the links' blocks of state in order, and p if
+    any link reads it. It stores the new state in the same order and then, unless `stores_update` is off, the update.
+    """
+    reads_param = any(link.reads_param for link in chain)
+
+    def run(coefficients: Blocks, arrays: Blocks, *, exact: bool) -> tuple[Blocks, None]:
+        numbers, states = iter(coefficients), iter(arrays[1:])
+        update, param = arrays[0], arrays[-1] if reads_param else None
+        stored: list[jax.Array] = []
+        for link in chain:
+            its_numbers = tuple(next(numbers) for _ in link.numbers)
+            its_state = tuple(next(states) for _ in range(link.state))
+            update, new = link.compute(its_numbers, update, its_state, param, exact=exact)
+            stored.extend(new)
+        return (*stored, update) if stores_update else tuple(stored), None
+
+    run.__name__ = "_".join(link.compute.__name__ for link in chain)
+    blocks.FLOPS[run] = sum(link.flops for link in chain)
+    return run
+
+
+def _times(a: jax.Array, x: jax.Array, *, exact: bool) -> jax.Array:
+    """a*x: adding -0.0 changes no number, the sign of a zero included."""
+    return multiply_add(a, x, jnp.float32(-0.0), exact=exact)
