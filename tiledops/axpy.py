@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from tiledops import blocks, chips, config, contract, modes
+from tiledops import blocks, chips, config, contract, modes, partitioning
 from tiledops.config import PipelineConfig
 from tiledops.stream import Operation
 
@@ -45,7 +45,7 @@ def axpy(a: Any, x: Any, y: Any, *, config: PipelineConfig | None = None, spec: 
         `(x.shape[0], 1, ..., 1)`; float32 or bfloat16. A traced gain never recompiles.
       x, y: arrays of one shape, any rank, not empty; each float32 or bfloat16.
       config: how to tile, schedule and run it; default: `use_config`'s, else chosen for the chip.
-      spec: the PartitionSpec of x and y on a mesh with `Auto` axes.
+      spec: the PartitionSpec of x and y on a mesh with `Auto` axes; not used where there is none.
 
     Returns:
       An array of y's shape and dtype.
@@ -53,22 +53,23 @@ def axpy(a: Any, x: Any, y: Any, *, config: PipelineConfig | None = None, spec: 
     Raises:
       TypeError: an operand that is not a float32 or bfloat16 array.
       ValueError: shapes that differ, an empty array, a gain that doesn't broadcast by the rule, a block that doesn't
-        fit the chip's VMEM.
+        fit the chip's VMEM, a mesh with Auto axes and no `spec`.
       RuntimeError: mode "tpu" in a program that is not for a TPU.
     """
     a, x, y = contract.check_operands(a, x, y)
     call = Call.of(config)
-    del spec
-    return _axpy(call, a, x, y)
+    placement, (a,), (x, y) = partitioning.place((a,), (x, y), spec=spec, opaque=call.mode != modes.REFERENCE)
+    return _axpy(dataclasses.replace(call, placement=placement), a, x, y)
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is static of a call: how it is cut, what runs it, and the chip that it is for."""
+    """What is static of a call: how it is cut, what runs it, the chip that it is for, and how it is partitioned."""
 
     config: PipelineConfig
     mode: str
     chip: Any
+    placement: partitioning.Placement | None = None
 
     @classmethod
     def of(cls, options: PipelineConfig | None) -> Call:
@@ -100,7 +101,7 @@ class Call:
             self.chip,
         )
         coefficients = () if a is None else (a.reshape(_aligned(a.shape, shape)),)
-        results = _vectorized(operation)(coefficients, arrays)
+        results = _vectorized(operation, self.placement)(coefficients, arrays)
         return results if total is None else (*results[:-1], results[-1].reshape(total))
 
 
@@ -191,7 +192,7 @@ def _scale_and_dot_forward(call: Call, dtype: Any, a: jax.Array, g: jax.Array, x
 def _scale_and_dot_backward(call: Call, dtype: Any, saved: Any, gradients: Any) -> tuple[Any, Any, Any]:
     (a, g, x), (u, v) = saved, gradients
     au, ug = _scale_and_dot(call, g.dtype, a, u, g)
-    return ug.astype(a.dtype), _axpy(call, v, x, au), _scale(call, x.dtype, v, g)
+    return partitioning.like(ug, a), _axpy(call, v, x, au), _scale(call, x.dtype, v, g)
 
 
 _scale_and_dot.defvjp(_scale_and_dot_forward, _scale_and_dot_backward)
@@ -222,16 +223,16 @@ def _gradients(call: Call, saved: Saved, g: jax.Array) -> tuple[jax.Array | None
         da = _dot(call, a.shape, g, x)
     elif dtype is not None:
         dx = _scale(call, dtype, a, g)
-    return None if da is None else da.astype(a.dtype), dx
+    return None if da is None else partitioning.like(da, a), dx
 
 
 # The kernels under vmap
 
 
 @functools.cache
-def _vectorized(operation: Operation) -> Any:
+def _vectorized(operation: Operation, placement: partitioning.Placement | None) -> Any:
     """An operation with its batching rule: a mapped axis is one more leading axis of the same operation."""
-    batched = jax.custom_batching.custom_vmap(operation)
+    batched = jax.custom_batching.custom_vmap(functools.partial(partitioning.per_shard, operation, placement))
 
     @batched.def_vmap
     def rule(size: int, in_batched: Any, coefficients: Any, arrays: Any) -> tuple[Any, Any]:
@@ -244,7 +245,8 @@ def _vectorized(operation: Operation) -> Any:
             for x, mapped in zip(arrays, mapped_arrays, strict=True)
         )
         total = None if operation.total is None else (size, *operation.total)
-        results = _vectorized(dataclasses.replace(operation, total=total))(coefficients, arrays)
+        with_axis = dataclasses.replace(operation, total=total)
+        results = _vectorized(with_axis, placement and placement.batched(None))(coefficients, arrays)
         return results, jax.tree.map(lambda _: True, results)
 
     return batched
