@@ -20,12 +20,11 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from tiledops import blocks, chips, config, contract, modes, partitioning
+from tiledops import blocks, contract, partitioning
+from tiledops.calls import Call
 from tiledops.config import PipelineConfig
-from tiledops.stream import Operation
 
 
 def axpy(a: Any, x: Any, y: Any, *, config: PipelineConfig | None = None, spec: Any = None) -> jax.Array:
@@ -57,52 +56,8 @@ def axpy(a: Any, x: Any, y: Any, *, config: PipelineConfig | None = None, spec: 
       RuntimeError: mode "tpu" in a program that is not for a TPU.
     """
     a, x, y = contract.check_operands(a, x, y)
-    call = Call.of(config)
-    placement, (a,), (x, y) = partitioning.place((a,), (x, y), spec=spec, opaque=call.mode != modes.REFERENCE)
-    return _axpy(dataclasses.replace(call, placement=placement), a, x, y)
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """What is static of a call: how it is cut, what runs it, the chip that it is for, and how it is partitioned."""
-
-    config: PipelineConfig
-    mode: str
-    chip: Any
-    placement: partitioning.Placement | None = None
-
-    @classmethod
-    def of(cls, options: PipelineConfig | None) -> Call:
-        resolved = config.resolve(options)
-        return cls(resolved, modes.resolve(resolved), chips.target()[0])
-
-    def run(
-        self,
-        block: Any,
-        a: jax.Array | None,
-        arrays: tuple[jax.Array, ...],
-        *,
-        outs: tuple[Any, ...] = (),
-        total: tuple[int, ...] | None = None,
-    ) -> tuple[jax.Array, ...]:
-        """Runs a block function over arrays of one shape, with the gain `a` or none.
-
-        Args:
-          outs: dtypes of the arrays that it stores.
-          total: the shape of the gain whose gradient it sums, or None.
-        """
-        shape = arrays[0].shape
-        operation = Operation(
-            block,
-            tuple(map(jnp.dtype, outs)),
-            None if total is None else _aligned(total, shape),
-            self.config,
-            self.mode,
-            self.chip,
-        )
-        coefficients = () if a is None else (a.reshape(_aligned(a.shape, shape)),)
-        results = _vectorized(operation, self.placement)(coefficients, arrays)
-        return results if total is None else (*results[:-1], results[-1].reshape(total))
+    call, (a,), (x, y) = Call.of(config).placed((a,), (x, y), spec=spec)
+    return _axpy(call, a, x, y)
 
 
 def _aligned(gain: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -110,12 +65,34 @@ def _aligned(gain: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
     return (1,) * (len(shape) - len(gain)) + gain
 
 
+def _run(
+    call: Call,
+    block: Any,
+    a: jax.Array | None,
+    arrays: tuple[jax.Array, ...],
+    *,
+    outs: tuple[Any, ...] = (),
+    total: tuple[int, ...] | None = None,
+) -> tuple[jax.Array, ...]:
+    """Runs a block function over arrays of one shape, with the gain `a` or none.
+
+    Args:
+      outs: dtypes of the arrays that it stores.
+      total: the shape of the gain whose gradient it sums, or None.
+    """
+    shape = arrays[0].shape
+    operation = call.operation(block, outs, None if total is None else _aligned(total, shape))
+    coefficients = () if a is None else (a.reshape(_aligned(a.shape, shape)),)
+    results = call.run(operation, coefficients, arrays)
+    return results if total is None else (*results[:-1], results[-1].reshape(total))
+
+
 # a*x + y
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _axpy(call: Call, a: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-    (out,) = call.run(blocks.axpy, a, (x, y), outs=(y.dtype,))
+    (out,) = _run(call, blocks.axpy, a, (x, y), outs=(y.dtype,))
     return out
 
 
@@ -138,7 +115,7 @@ _axpy.defvjp(_axpy_forward, _axpy_backward, symbolic_zeros=True)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _scale(call: Call, dtype: Any, a: jax.Array, g: jax.Array) -> jax.Array:
-    (dx,) = call.run(blocks.scale, a, (g,), outs=(dtype,))
+    (dx,) = _run(call, blocks.scale, a, (g,), outs=(dtype,))
     return dx
 
 
@@ -160,7 +137,7 @@ _scale.defvjp(_scale_forward, _scale_backward, symbolic_zeros=True)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _dot(call: Call, shape: tuple[int, ...], g: jax.Array, x: jax.Array) -> jax.Array:
-    (da,) = call.run(blocks.dot, None, (g, x), total=shape)
+    (da,) = _run(call, blocks.dot, None, (g, x), total=shape)
     return da
 
 
@@ -181,7 +158,7 @@ _dot.defvjp(_dot_forward, _dot_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _scale_and_dot(call: Call, dtype: Any, a: jax.Array, g: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    dx, da = call.run(blocks.scale_and_dot, a, (g, x), outs=(dtype,), total=a.shape)
+    dx, da = _run(call, blocks.scale_and_dot, a, (g, x), outs=(dtype,), total=a.shape)
     return dx, da
 
 
@@ -224,29 +201,3 @@ def _gradients(call: Call, saved: Saved, g: jax.Array) -> tuple[jax.Array | None
     elif dtype is not None:
         dx = _scale(call, dtype, a, g)
     return None if da is None else partitioning.like(da, a), dx
-
-
-# The kernels under vmap
-
-
-@functools.cache
-def _vectorized(operation: Operation, placement: partitioning.Placement | None) -> Any:
-    """An operation with its batching rule: a mapped axis is one more leading axis of the same operation."""
-    batched = jax.custom_batching.custom_vmap(functools.partial(partitioning.per_shard, operation, placement))
-
-    @batched.def_vmap
-    def rule(size: int, in_batched: Any, coefficients: Any, arrays: Any) -> tuple[Any, Any]:
-        mapped_coefficients, mapped_arrays = in_batched
-        coefficients = tuple(
-            c if mapped else c[None] for c, mapped in zip(coefficients, mapped_coefficients, strict=True)
-        )
-        arrays = tuple(
-            x if mapped else jnp.broadcast_to(x, (size, *x.shape))
-            for x, mapped in zip(arrays, mapped_arrays, strict=True)
-        )
-        total = None if operation.total is None else (size, *operation.total)
-        with_axis = dataclasses.replace(operation, total=total)
-        results = _vectorized(with_axis, placement and placement.batched(None))(coefficients, arrays)
-        return results, jax.tree.map(lambda _: True, results)
-
-    return batched
