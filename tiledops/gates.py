@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tiledops import blocks, contract
 from tiledops.axpy import axpy
@@ -18,9 +19,35 @@ from tiledops.config import PipelineConfig
 
 Initializer = Callable[..., Any]
 
+LAYER_SCALE: Initializer = jax.nn.initializers.constant(1e-5)
 
-def gain_shape(features: int | None) -> tuple[int, ...]:
-    """One gain in all, or one a channel."""
+
+# The gain
+
+
+def new_gain(init: Initializer, key: Any, features: int | None, dtype: Any) -> Any:
+    """A gain as `init` makes it: one in all, or one a channel.
+
+    Without a key it is no parameter but a part of the layer's definition, as a dropout rate is: it has no state.
+    """
+    if not callable(init):
+        raise TypeError(
+            f"gain_init must be an initializer, called as gain_init(key, shape, dtype); got {init!r}. For a number use "
+            "jax.nn.initializers.constant"
+        )
+    shape, dtype = _gain_shape(features), _check_dtype(dtype, "param_dtype")
+    try:
+        return init(key, shape, dtype)
+    except TypeError as error:
+        if key is not None:
+            raise
+        raise TypeError(
+            "with learnable=False the gain is no state, so that its gain_init gets no random key (None); use "
+            f"jax.nn.initializers.constant, ones or zeros. {init!r} failed: {error}"
+        ) from None
+
+
+def _gain_shape(features: int | None) -> tuple[int, ...]:
     if features is None:
         return ()
     if not isinstance(features, (int, np.integer)) or isinstance(features, bool) or features <= 0:
@@ -31,23 +58,13 @@ def gain_shape(features: int | None) -> tuple[int, ...]:
     return (int(features),)
 
 
-def check_gain_init(gain_init: Any) -> None:
-    if not callable(gain_init):
-        raise TypeError(
-            f"gain_init must be an initializer, called as gain_init(key, shape, dtype); got {gain_init!r}. For a "
-            "number use jax.nn.initializers.constant"
-        )
+def _check_dtype(dtype: Any, what: str) -> jnp.dtype:
+    if jnp.dtype(dtype) not in contract.DTYPES:
+        raise TypeError(f"{what} must be float32 or bfloat16; got {dtype}")
+    return jnp.dtype(dtype)
 
 
-def fixed_gain(gain_init: Initializer, shape: tuple[int, ...], dtype: Any) -> Any:
-    """A gain that is no parameter. It is part of the layer's definition as a rate is: no state, no random key."""
-    try:
-        return gain_init(None, shape, dtype)
-    except TypeError as error:
-        raise TypeError(
-            "with learnable=False the gain is no state, so that its gain_init gets no random key (None); use "
-            f"jax.nn.initializers.constant, ones or zeros. {gain_init!r} failed: {error}"
-        ) from None
+# gain*branch + residual
 
 
 def add(
@@ -62,24 +79,72 @@ def add(
 ) -> jax.Array:
     """gain*branch + residual in float32, rounded once to `dtype`, or to the residual's.
 
-    While a model initialises, plain jnp does it: its values shape parameters at most, and no kernel is traced.
+    While a model initialises, plain jnp does it: its values are hardly used, and no kernel is traced for them.
     """
-    branch, residual = _cast(branch, dtype), _cast(residual, dtype)
-    _check_channels(gain, branch)
+    branch, residual = _operands(gain, branch, residual, dtype)
     if initializing:
-        a, x, y = contract.check_operands(gain, branch, residual)
-        return blocks.multiply_add(a, x, y, exact=False).astype(y.dtype)
+        gain, branch, residual = contract.check_operands(gain, branch, residual)
+        return _plain(gain, branch, residual)
     return axpy(gain, branch, residual, config=config, spec=spec)
 
 
-def _cast(x: Any, dtype: Any) -> Any:
-    """As Flax's layers cast their inputs."""
-    return x if dtype is None else jnp.asarray(x, contract.check_dtype(dtype, "dtype"))
+@jax.jit
+def _plain(gain: jax.Array, branch: jax.Array, residual: jax.Array) -> jax.Array:
+    return blocks.multiply_add(gain, branch, residual, exact=False).astype(residual.dtype)
 
 
-def _check_channels(gain: Any, branch: Any) -> None:
-    shape = jnp.shape(branch)
-    if jnp.ndim(gain) == 1 and shape[-1:] != gain.shape:
+def _operands(gain: Any, branch: Any, residual: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Branch and residual as arrays of one shape, cast to `dtype` as Flax's layers cast their inputs."""
+    if dtype is not None:
+        dtype = _check_dtype(dtype, "dtype")
+        residual = jnp.asarray(residual, dtype)
+        # A bfloat16 branch is not widened to float32 here: the kernel does it as it reads, and half the bytes move.
+        if jnp.result_type(branch) != jnp.bfloat16:
+            branch = jnp.asarray(branch, dtype)
+    branch, residual = contract.check_array(branch, "branch"), contract.check_array(residual, "residual")
+    if branch.shape != residual.shape:
         raise ValueError(
-            f"features must be the extent of the branch's last axis; got features={gain.size} and shape {shape}"
+            f"branch and residual must have the same shape; got {branch.shape} and {residual.shape}. Where a block "
+            "changes the width, project its input before adding"
         )
+    if jnp.ndim(gain) == 1 and branch.shape[-1:] != gain.shape:
+        raise ValueError(
+            f"features must be the extent of the branch's last axis; got features={gain.size} and shape {branch.shape}"
+        )
+    return branch, residual
+
+
+# Stochastic depth
+
+
+def check_rate(rate: Any) -> None:
+    if isinstance(rate, (int, float)) and not 0.0 <= rate <= 1.0:
+        raise ValueError(f"rate is the probability to drop a branch, from 0 to 1; got {rate!r}")
+
+
+def never_drops(rate: Any) -> bool:
+    """Whether no key is needed: known only of a rate that is a number, not of a traced one."""
+    return isinstance(rate, (int, float)) and rate == 0.0
+
+
+def drop(key: jax.Array, rate: Any, gain: Any, branch: Any, *, per_example: bool) -> tuple[jax.Array, jax.Array]:
+    """The gain and the branch of this step, so that gain*branch keeps its mean and a dropped branch leaves no trace.
+
+    A gain of 0 would not do: 0*nan is nan. So the dropped branch is replaced, in the pass that writes the branch, by
+    the zero of the gain's opposite sign: their product is -0.0, the one number that added to any other, to 0.0 and
+    -0.0 too, changes no bit.
+    """
+    branch, gain = contract.check_array(branch, "branch"), jnp.asarray(gain, jnp.float32)
+    kept = 1.0 - rate
+    shape, sharding = _mask(branch, per_example)
+    mask = jax.random.bernoulli(key, kept, shape, out_sharding=sharding)
+    zero = -jnp.copysign(jnp.float32(0.0), jax.lax.stop_gradient(gain)).astype(branch.dtype)
+    return gain / jnp.where(kept > 0.0, kept, 1.0).astype(gain.dtype), jnp.where(mask, branch, zero)
+
+
+def _mask(branch: jax.Array, per_example: bool) -> tuple[tuple[int, ...], NamedSharding]:
+    """The shape of the mask, 1 where the branch shares it, and its sharding, as the branch's on a mesh."""
+    sharding = jax.typeof(branch).sharding
+    own = 1 if per_example else 0
+    shape = branch.shape[:own] + (1,) * len(branch.shape[own:])
+    return shape, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:own]))

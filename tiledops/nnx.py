@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,11 +18,11 @@ class Axpy(nnx.Module):
     """gain*branch + residual, the end of a residual block, as one pipelined kernel.
 
     >>> layer = tiledops.nnx.Axpy(features=3, rngs=nnx.Rngs(0))
+    >>> layer.gain[...]
+    Array([1., 1., 1.], dtype=float32)
     >>> layer(jnp.full((2, 3), 2.0), jnp.ones((2, 3)))
     Array([[3., 3., 3.],
            [3., 3., 3.]], dtype=float32)
-    >>> layer.gain.shape
-    (3,)
 
     The gain multiplies in float32 whatever its dtype, and the sum is rounded once.
 
@@ -34,10 +35,10 @@ class Axpy(nnx.Module):
       dtype: the dtype that branch and residual are cast to, and the result's, float32 or bfloat16. By default neither
         is cast, and the result has the residual's dtype: a branch in bfloat16 leaves a float32 stream float32, and the
         other way round.
-      param_dtype: the dtype of the gain.
+      param_dtype: the dtype of the gain, float32 or bfloat16.
       config: how to tile, schedule and run it; default: `tiledops.use_config`'s, else chosen for the chip.
       spec: the PartitionSpec of branch and residual on a mesh with `Auto` axes.
-      rngs: the random streams; the gain's initializer takes a key from `params`.
+      rngs: the random streams. A learnable gain takes a key from `params`.
     """
 
     def __init__(
@@ -50,13 +51,11 @@ class Axpy(nnx.Module):
         param_dtype: Any = jnp.float32,
         config: PipelineConfig | None = None,
         spec: Any = None,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None = None,
     ):
-        gates.check_gain_init(gain_init)
-        shape = gates.gain_shape(features)
         self.gain: nnx.Param[jax.Array] | None
         if learnable:
-            self.gain = nnx.Param(gain_init(rngs.params(), shape, param_dtype))
+            self.gain = nnx.Param(gates.new_gain(gain_init, _params_key(rngs), features, param_dtype))
         else:
             self.gain = nnx.data(None)
         self.features = features
@@ -77,12 +76,17 @@ class Axpy(nnx.Module):
           An array of their shape, in the dtype of the layer, else in the residual's.
 
         Raises:
-          TypeError, ValueError: as `tiledops.axpy`; and for a branch whose last axis is not `features`.
+          TypeError, ValueError: an operand that `tiledops.axpy` refuses; a last axis that is not `features`.
         """
-        if self.gain is None:
-            gain = gates.fixed_gain(self.gain_init, gates.gain_shape(self.features), self.param_dtype)
-        else:
-            gain = self.gain[...]
+        return self._add(self._gain(), branch, residual)
+
+    def _gain(self) -> Any:
+        if self.gain is not None:
+            return self.gain[...]
+        gain = gates.new_gain(self.gain_init, None, self.features, self.param_dtype)
+        return gain.raw_value if isinstance(gain, nnx.VariableMetadata) else gain
+
+    def _add(self, gain: Any, branch: jax.Array, residual: jax.Array) -> jax.Array:
         return gates.add(gain, branch, residual, dtype=self.dtype, config=self.config, spec=self.spec)
 
 
@@ -92,8 +96,7 @@ class ReZero(Axpy):
     A deep network then trains from the start without normalisation or warm-up, as every layer's signal and gradient
     arrive unchanged (Bachlechner et al., "ReZero is All You Need", 2020, arXiv:2003.04887). Arguments as in `Axpy`.
 
-    >>> layer = tiledops.nnx.ReZero(rngs=nnx.Rngs(0))
-    >>> layer.gain[...]
+    >>> tiledops.nnx.ReZero(rngs=nnx.Rngs(0)).gain[...]
     Array(0., dtype=float32)
     """
 
@@ -107,7 +110,7 @@ class ReZero(Axpy):
         param_dtype: Any = jnp.float32,
         config: PipelineConfig | None = None,
         spec: Any = None,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None = None,
     ):
         super().__init__(
             features,
@@ -119,3 +122,179 @@ class ReZero(Axpy):
             spec=spec,
             rngs=rngs,
         )
+
+
+class LayerScale(Axpy):
+    """gain*branch + residual with a gain for each channel that starts small.
+
+    Each block begins near the identity, and each channel finds its own pace (Touvron et al., "Going deeper with Image
+    Transformers", 2021, arXiv:2103.17239). The paper starts at 0.1 in networks of up to 18 blocks, 1e-5 in 24, 1e-6 in
+    deeper ones. Arguments as in `Axpy`, with `features` required.
+
+    >>> tiledops.nnx.LayerScale(3, gain_init=nnx.initializers.constant(0.1), rngs=nnx.Rngs(0)).gain[...]
+    Array([0.1, 0.1, 0.1], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        gain_init: Initializer = gates.LAYER_SCALE,
+        learnable: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        config: PipelineConfig | None = None,
+        spec: Any = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        super().__init__(
+            features,
+            gain_init=gain_init,
+            learnable=learnable,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            config=config,
+            spec=spec,
+            rngs=rngs,
+        )
+
+
+class StochasticDepth(Axpy):
+    """gain*branch + residual, where training drops the whole branch at random: a network of random depth.
+
+    Of each example the branch is dropped with probability `rate`, which leaves its residual as it is, bit for bit and
+    whatever the branch holds, NaN too; the survivors are scaled by 1 / (1 - rate), so that evaluation needs no scale
+    (Huang et al., "Deep Networks with Stochastic Depth", 2016, arXiv:1603.09382). The paper lets the rate grow linearly
+    from the first block to the last. Random keys, `deterministic`, `train()` and `eval()` are as in `nnx.Dropout`, and
+    from the same key come the examples that `nnx.Dropout` with `broadcast_dims` over all but the first axis drops.
+
+    >>> layer = tiledops.nnx.StochasticDepth(0.5)
+    >>> layer(jnp.ones((6, 1)), jnp.ones((6, 1)), rngs=jax.random.key(0)).ravel()
+    Array([1., 1., 3., 3., 1., 3.], dtype=float32)
+
+    Args:
+      rate: the probability to drop a branch, a number from 0 to 1 or a scalar array, such as one layer's of a scan.
+      per_example: whether each index of the first axis is dropped on its own; if not, one draw serves the whole batch.
+        Under `nnx.vmap` over examples it is each call's own batch that counts: use False, and split the random key.
+      deterministic: if true, nothing is dropped or scaled. `train()` and `eval()` set it.
+      rng_collection: the random stream to draw from.
+      gain_init, learnable, ...: as in `Axpy`, but by default the gain is 1 and no parameter. With `features=n,
+        gain_init=nnx.initializers.constant(1e-5), learnable=True` it is `LayerScale` with stochastic depth.
+      rngs: the random streams. A learnable gain takes a key from `params`.
+    """
+
+    def __init__(
+        self,
+        rate: Any,
+        *,
+        per_example: bool = True,
+        deterministic: bool | None = False,
+        rng_collection: str = "dropout",
+        features: int | None = None,
+        gain_init: Initializer = nnx.initializers.ones,
+        learnable: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        config: PipelineConfig | None = None,
+        spec: Any = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
+    ):
+        gates.check_rate(rate)
+        super().__init__(
+            features,
+            gain_init=gain_init,
+            learnable=learnable,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            config=config,
+            spec=spec,
+            rngs=rngs,  # type: ignore[arg-type]  # a stream alone has no key for a parameter, and is refused if one is needed
+        )
+        self.rate = rate
+        self.per_example = per_example
+        self.deterministic = deterministic
+        self.rng_collection = rng_collection
+        stream = rngs[rng_collection] if isinstance(rngs, nnx.Rngs) else rngs
+        self.rngs = nnx.data(None) if stream is None else stream.fork()
+
+    def __call__(
+        self,
+        branch: jax.Array,
+        residual: jax.Array,
+        *,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> jax.Array:
+        """gain*branch + residual of the examples that are kept, and the residual of the others.
+
+        Args:
+          branch, residual: arrays of one shape, any rank, not empty; each float32 or bfloat16.
+          deterministic: if true, nothing is dropped or scaled. It precedes the constructor's.
+          rngs: a random key, or the streams to draw one from. It precedes the constructor's.
+
+        Returns:
+          An array of their shape, in the dtype of the layer, else in the residual's.
+
+        Raises:
+          TypeError, ValueError: as `Axpy`; no `deterministic` or no `rngs`, here or in the constructor.
+        """
+        deterministic = self.deterministic if deterministic is None else deterministic
+        if deterministic is None:
+            raise ValueError("StochasticDepth needs deterministic=True or False, in the constructor or in the call")
+        if deterministic or gates.never_drops(self.rate):
+            return self._add(self._gain(), branch, residual)
+        key = self._key(self.rngs if rngs is None else rngs)
+        gain, branch = gates.drop(key, self.rate, self._gain(), branch, per_example=self.per_example)
+        return self._add(gain, branch, residual)
+
+    def _key(self, rngs: Any) -> jax.Array:
+        if isinstance(rngs, nnx.Rngs):
+            return rngs[self.rng_collection]()
+        if isinstance(rngs, nnx.RngStream):
+            return rngs()
+        if isinstance(rngs, jax.Array):
+            return rngs
+        raise TypeError(
+            "StochasticDepth draws at random: it needs rngs, an nnx.Rngs, an nnx.RngStream or a random key, in the "
+            f"constructor or in the call; got {rngs!r}. For evaluation call eval() or pass deterministic=True"
+        )
+
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """Sets what `nnx.view` sets.
+
+        Args:
+          deterministic: if true, nothing is dropped or scaled.
+        """
+        if deterministic is not None:
+            self.deterministic = deterministic
+
+
+class Residual(nnx.Module):
+    """Makes a block residual: h -> gate(body(h, *args, **kwargs), h).
+
+    >>> rngs = nnx.Rngs(0)
+    >>> block = tiledops.nnx.Residual(nnx.Linear(3, 3, rngs=rngs), tiledops.nnx.ReZero(rngs=rngs))
+    >>> block(jnp.ones((2, 3)))
+    Array([[1., 1., 1.],
+           [1., 1., 1.]], dtype=float32)
+
+    Args:
+      body: the block, a module or a function, whose result has the shape of h.
+      gate: `gate(branch, residual)`: a layer of this module, or any of the kind.
+    """
+
+    def __init__(self, body: Callable[..., Any], gate: Callable[..., Any]):
+        self.body = body
+        self.gate = gate
+
+    def __call__(self, h: jax.Array, *args: Any, **kwargs: Any) -> Any:
+        """gate(body(h, *args, **kwargs), h)."""
+        return self.gate(self.body(h, *args, **kwargs), h)
+
+
+def _params_key(rngs: Any) -> Any:
+    if not isinstance(rngs, nnx.Rngs):
+        raise TypeError(
+            f"a learnable gain needs rngs, an nnx.Rngs, for its initializer; got {rngs!r}. Pass rngs=nnx.Rngs(0)"
+        )
+    return rngs.params()
