@@ -45,6 +45,12 @@ def scale_and_dot(coefficients: Blocks, blocks: Blocks, *, exact: bool) -> tuple
     return outs, product
 
 
+def square(coefficients: Blocks, blocks: Blocks, *, exact: bool) -> tuple[Blocks, jax.Array]:
+    """sum of g*g."""
+    (g,) = blocks
+    return (), _f32(g) * _f32(g)
+
+
 def multiply_add(a: jax.Array, x: jax.Array, y: jax.Array, *, exact: bool) -> jax.Array:
     """a*x + y in float32.
 
@@ -61,7 +67,7 @@ def multiply_add(a: jax.Array, x: jax.Array, y: jax.Array, *, exact: bool) -> ja
 
 
 # Operations of one element, as XLA's scheduler counts them.
-FLOPS: dict[Callable[..., Any], int] = {axpy: 2, scale: 1, dot: 2, scale_and_dot: 3}
+FLOPS: dict[Callable[..., Any], int] = {axpy: 2, scale: 1, dot: 2, scale_and_dot: 3, square: 2}
 
 
 def _f32(x: jax.Array) -> jax.Array:

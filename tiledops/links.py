@@ -83,6 +83,89 @@ def nesterov_trace(numbers: Blocks, g: jax.Array, state: Blocks, p: jax.Array, *
     return multiply_add(decay, t, g, exact=exact), (t,)
 
 
+@link("decay", "1 - decay", state=1, flops=3, keeps_update=True)
+def ema(numbers: Blocks, g: jax.Array, state: Blocks, p: jax.Array, *, exact: bool) -> Computed:
+    """e' = decay*e + (1 - decay)*g,  u = e'."""
+    (decay, rest), (e,) = numbers, state
+    e = _average(decay, e, rest, g, exact=exact)
+    return e, (e,)
+
+
+@link("decay", "1 - decay", "1/c", state=1, flops=4)
+def debiased_ema(numbers: Blocks, g: jax.Array, state: Blocks, p: jax.Array, *, exact: bool) -> Computed:
+    """e' = decay*e + (1 - decay)*g,  u = e'/c, where c = 1 - decay**step."""
+    *averaging, inverse_c = numbers
+    e, state = ema.compute(tuple(averaging), g, state, p, exact=exact)
+    return _times(inverse_c, e, exact=exact), state
+
+
+ADAM_NUMBERS = ("b1", "1 - b1", "b2", "1 - b2", "eps", "eps_root", "1/c1", "1/c2")
+
+
+@link(*ADAM_NUMBERS, state=2, flops=13)
+def adam(numbers: Blocks, g: jax.Array, state: Blocks, p: jax.Array, *, exact: bool) -> Computed:
+    """m' = b1*m + (1 - b1)*g,  v' = b2*v + (1 - b2)*g*g,  u = m'/c1 / (sqrt(v'/c2 + eps_root) + eps).
+
+    The bias corrections are c1 = 1 - b1**step and c2 = 1 - b2**step.
+    """
+    inverse_c1 = numbers[6]
+    state, root = _moments(numbers, g, state, exact=exact)
+    return _times(inverse_c1, state[0], exact=exact) / root, state
+
+
+@link(*ADAM_NUMBERS, "1/c1 of the next step", state=2, flops=16)
+def nadam(numbers: Blocks, g: jax.Array, state: Blocks, p: jax.Array, *, exact: bool) -> Computed:
+    """m' and v' as in Adam,  u = (b1*m'/c1' + (1 - b1)*g/c1) / (sqrt(v'/c2 + eps_root) + eps), c1' of the next step."""
+    b1, rest1, _, _, _, _, inverse_c1, _, inverse_next_c1 = numbers
+    state, root = _moments(numbers, g, state, exact=exact)
+    ahead, now = _times(inverse_next_c1, state[0], exact=exact), _times(inverse_c1, g, exact=exact)
+    return _average(b1, ahead, rest1, now, exact=exact) / root, state
+
+
+def _moments(numbers: Blocks, g: jax.Array, state: Blocks, *, exact: bool) -> tuple[Blocks, jax.Array]:
+    """m' and v', and the denominator sqrt(v'/c2 + eps_root) + eps."""
+    (b1, rest1, b2, rest2, eps, eps_root, _, inverse_c2, *_), (m, v) = numbers, state
+    m = _average(b1, m, rest1, g, exact=exact)
+    v = _average(b2, v, rest2, _times(g, g, exact=exact), exact=exact)
+    return (m, v), jnp.sqrt(multiply_add(inverse_c2, v, eps_root, exact=exact)) + eps
+
+
+LION_NUMBERS = ("b1", "1 - b1", "b2", "1 - b2")
+
+
+@link(*LION_NUMBERS, state=1, flops=8)
+def lion(numbers: Blocks, g: jax.Array, state: Blocks, p: jax.Array, *, exact: bool) -> Computed:
+    """u = sign(b1*m + (1 - b1)*g),  m' = b2*m + (1 - b2)*g."""
+    direction, state = _lion(numbers, g, state, exact=exact)
+    return jnp.sign(direction), state
+
+
+@link(*LION_NUMBERS, "smooth_beta", state=1, flops=9)
+def smooth_lion(numbers: Blocks, g: jax.Array, state: Blocks, p: jax.Array, *, exact: bool) -> Computed:
+    """u = tanh(smooth_beta*(b1*m + (1 - b1)*g)),  m' = b2*m + (1 - b2)*g."""
+    direction, state = _lion(numbers[:4], g, state, exact=exact)
+    return jnp.tanh(_times(numbers[4], direction, exact=exact)), state
+
+
+@link(*LION_NUMBERS, state=1, flops=8)
+def refined_lion(numbers: Blocks, g: jax.Array, state: Blocks, p: jax.Array, *, exact: bool) -> Computed:
+    """u = b1*m + (1 - b1)*g, no larger than 1 either way,  m' = b2*m + (1 - b2)*g."""
+    direction, state = _lion(numbers, g, state, exact=exact)
+    return jnp.clip(direction, -1, 1), state
+
+
+def _lion(numbers: Blocks, g: jax.Array, state: Blocks, *, exact: bool) -> Computed:
+    (b1, rest1, b2, rest2), (m,) = numbers, state
+    return _average(b1, m, rest1, g, exact=exact), (_average(b2, m, rest2, g, exact=exact),)
+
+
+@link("max_delta", flops=2)
+def clip(numbers: Blocks, g: jax.Array, state: Blocks, p: jax.Array, *, exact: bool) -> Computed:
+    """u = g, no larger than max_delta either way."""
+    (max_delta,) = numbers
+    return jnp.minimum(jnp.maximum(g.astype(jnp.float32), -max_delta), max_delta), ()
+
+
 @functools.cache
 def fused(chain: tuple[Link, ...], *, stores_update: bool = True) -> Callable[..., tuple[Blocks, None]]:
     """The block function of a chain: cached, so that equal chains are one function and one kernel.
@@ -111,3 +194,8 @@ def fused(chain: tuple[Link, ...], *, stores_update: bool = True) -> Callable[..
 def _times(a: jax.Array, x: jax.Array, *, exact: bool) -> jax.Array:
     """a*x: adding -0.0 changes no number, the sign of a zero included."""
     return multiply_add(a, x, jnp.float32(-0.0), exact=exact)
+
+
+def _average(a: jax.Array, x: jax.Array, b: jax.Array, y: jax.Array, *, exact: bool) -> jax.Array:
+    """a*x + b*y."""
+    return multiply_add(a, x, _times(b, y, exact=exact), exact=exact)

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from tiledops import contract, links
-from tiledops.axpy import Call, _vectorized
+from tiledops import blocks, contract, links
+from tiledops.calls import Call
 from tiledops.config import PipelineConfig
 from tiledops.stream import Operation
 
@@ -46,8 +47,7 @@ def apply_updates(params: Any, updates: Any, *, config: PipelineConfig | None = 
       TypeError: a leaf that is not a float32 or bfloat16 array.
       ValueError: trees or shapes that differ.
     """
-    del specs
-    new_params, _ = run((), updates, params, apply=True, config=config)
+    new_params, _ = run((), updates, params, apply=True, config=config, specs=specs)
     return new_params
 
 
@@ -71,7 +71,13 @@ class Stage(NamedTuple):
 
 
 def run(
-    stages: Sequence[Stage], updates: Any, params: Any, *, apply: bool, config: PipelineConfig | None = None
+    stages: Sequence[Stage],
+    updates: Any,
+    params: Any,
+    *,
+    apply: bool,
+    config: PipelineConfig | None = None,
+    specs: Any = None,
 ) -> tuple[Any, list[tuple[Any, ...]]]:
     """Runs stages over every leaf, one pass each.
 
@@ -79,6 +85,7 @@ def run(
       updates: the gradients. A None leaf has no update and no new state.
       params: needed to apply, or by a stage that reads it; else it may be None.
       apply: whether to add the update to the parameter.
+      specs: a tree of PartitionSpecs, the updates' tree or a prefix of it, for a mesh with Auto axes; or None.
 
     Returns:
       The tree of updates, or of new parameters; and for each stage its trees of new state.
@@ -95,7 +102,8 @@ def run(
         _column(structure, params, "params"),
         *(_column(structure, tree, "the state") for tree in states_of_stages),
     ]
-    masks = [_mask(stage.mask, lead, structure) for stage in stages]
+    masks = [_spread(True if stage.mask is None else stage.mask, lead, structure) for stage in stages]
+    placed = _spread(specs, lead, structure)
     values = [
         tuple(number(value, name) for value, name in zip(stage.numbers, stage.link.numbers, strict=True))
         for stage in stages
@@ -111,7 +119,9 @@ def run(
                 f"every parameter needs an update; got None for updates{where}. Give zeros, or mask it out"
             )
         else:
-            new, new_state = _leaf(call, stages, values, [mask[i] for mask in masks], g, p, state, where)
+            new, new_state = _leaf(
+                call, stages, values, [bool(mask[i]) for mask in masks], g, p, state, where, placed[i]
+            )
         results.append(new)
         for column, value in zip(states, new_state, strict=True):
             column.append(value)
@@ -120,7 +130,15 @@ def run(
 
 
 def _leaf(
-    call: Call, stages: list[Stage], values: Any, active: list[bool], g: Any, p: Any, state: list[Any], where: str
+    call: Call,
+    stages: list[Stage],
+    values: Any,
+    active: list[bool],
+    g: Any,
+    p: Any,
+    state: list[Any],
+    where: str,
+    spec: Any,
 ) -> tuple[Any, list[Any]]:
     """One leaf's pass: its update or new parameter, and its new state in the order of `state`."""
     if not any(active):
@@ -161,27 +179,54 @@ def _leaf(
         stored = tuple(jnp.zeros(g.shape, out) for out in outs)
     else:
         block = links.fused(tuple(chain), stores_update=shared is None)
-        operation = Operation(block, tuple(outs), None, call.config, call.mode, call.chip, tuple(aliases))
-        stored = _run(operation, tuple(coefficients), arrays)
+        operation = call.operation(block, tuple(outs), aliases=tuple(aliases))
+        stored = _launch(call, operation, tuple(coefficients), arrays, where, spec)
     for k, value in zip(taken, stored, strict=False):
         state[k] = value
     return stored[-1 if shared is None else shared], state
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _run(operation: Operation, coefficients: Any, arrays: Any) -> tuple[jax.Array, ...]:
-    return _vectorized(operation)(coefficients, arrays)
+def sum_of_squares(tree: Any, *, specs: Any = None) -> jax.Array:
+    """Of all elements of all leaves, in float32: one kernel a leaf that reads it once."""
+    call = Call.of(None)
+    structure: Any
+    paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    total = jnp.float32(0)
+    for (path, leaf), spec in zip(paths, _spread(specs, tree, structure), strict=True):
+        where = jax.tree_util.keystr(path)
+        x = check_leaf(leaf, f"updates{where}")
+        if x.size:
+            operation = call.operation(blocks.square, total=(1,) * x.ndim)
+            total += _launch(call, operation, (), (x,), where, spec)[0].reshape(())
+    return total
+
+
+def _launch(
+    call: Call, operation: Operation, coefficients: Any, arrays: Any, where: str, spec: Any
+) -> tuple[jax.Array, ...]:
+    """Runs an operation on its arrays wherever they live."""
+    try:
+        call, coefficients, arrays = call.placed(coefficients, arrays, spec=spec)
+    except ValueError as refusal:
+        raise ValueError(f"updates{where}: {refusal}") from None
+    return _run(call, operation, coefficients, arrays)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _run(call: Call, operation: Operation, coefficients: Any, arrays: Any) -> tuple[jax.Array, ...]:
+    return call.run(operation, coefficients, arrays)
 
 
 @_run.defjvp
-def _run_jvp(operation: Operation, primals: Any, tangents: Any) -> tuple[Any, Any]:
+def _run_jvp(call: Call, operation: Operation, primals: Any, tangents: Any) -> tuple[Any, Any]:
     """Differentiating through a step (meta-learning) is rare: its derivative is that of the block's maths, by jnp."""
 
     def plain(coefficients: Any, arrays: Any) -> tuple[jax.Array, ...]:
-        stored, _ = operation.block(coefficients, arrays, exact=False)
-        return tuple(out.astype(dtype) for out, dtype in zip(stored, operation.outs, strict=True))
+        stored, summed = operation.block(coefficients, arrays, exact=False)
+        outs = tuple(out.astype(dtype) for out, dtype in zip(stored, operation.outs, strict=True))
+        return outs if summed is None else (*outs, jnp.sum(summed, keepdims=True))
 
-    return _run(operation, *primals), jax.jvp(plain, primals, tangents)[1]
+    return _run(call, operation, *primals), jax.jvp(plain, primals, tangents)[1]
 
 
 def check_leaf(value: Any, what: str, shape: tuple[int, ...] | None = None) -> jax.Array:
@@ -235,9 +280,14 @@ def _column(structure: Any, tree: Any, what: str) -> list[Any]:
     return leaves
 
 
-def _mask(mask: Any, lead: Any, structure: Any) -> list[bool]:
-    """A mask, which may be a prefix of the tree, as one bool a leaf."""
-    if mask is None:
-        return [True] * structure.num_leaves
-    whole = jax.tree.map(lambda on, below: jax.tree.map(lambda _: bool(on), below, is_leaf=_is_none), mask, lead)
-    return structure.flatten_up_to(whole)
+def _spread(prefix: Any, lead: Any, structure: Any) -> list[Any]:
+    """The leaves of a prefix of the tree, such as a mask or PartitionSpecs, one for each leaf below them."""
+    if prefix is None:
+        return [None] * structure.num_leaves
+
+    def below(value: Any, subtree: Any) -> Any:
+        return jax.tree.map(lambda _: value, subtree, is_leaf=_is_none)
+
+    whole = jax.tree.map(below, prefix, lead, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    leaves: list[Any] = structure.flatten_up_to(whole)
+    return leaves

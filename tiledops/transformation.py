@@ -1,0 +1,232 @@
+"""What a tiled gradient transformation is, and how several become one pass.
+
+A transformation says in a `Plan` what it does at a step: its stages, each a link of `tiledops.links` with this step's
+numbers and trees of state, and the state that follows. `update` and `step` are made of that, and so is `chain`, which
+strings the stages of its members together.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax  # type: ignore[import-untyped]
+
+from tiledops import contract, updates
+from tiledops.updates import Stage
+
+
+class Plan(NamedTuple):
+    """What a transformation does at one step: its stages, and its state after them from their new trees of state."""
+
+    stages: tuple[Stage, ...]
+    finish: Callable[[list[tuple[Any, ...]]], Any]
+
+
+Planner = Callable[[Any, Any, Any], Plan]  # plan(state, incoming updates, specs)
+
+
+class TiledTransformation(optax.GradientTransformationExtraArgs):
+    """An Optax gradient transformation with one more function, `step`.
+
+    Attributes:
+      init: `init(params) -> state`.
+      update: `update(updates, state, params=None, **extra_args) -> (updates, state)`, as Optax has it.
+      step: `step(grads, state, params, **extra_args) -> (params, state)`: `update` and `apply_updates` together, in one
+        pass if the whole is a chain of links, in place where `state` and `params` are donated.
+
+    On a mesh with Auto axes both take an extra argument `specs`: a tree of the parameters' PartitionSpecs, or a prefix
+    of it.
+    """
+
+    step: Callable[..., tuple[Any, Any]]
+    plan: Planner | None  # None: not made of links, hence a pass of its own
+    reads_all: bool  # its plan needs the values of all incoming updates, so that it can only be the first of a pass
+
+    def __new__(cls, init: Any, update: Any, step: Any) -> TiledTransformation:
+        self: TiledTransformation = super().__new__(cls, init, update)
+        self.step, self.plan, self.reads_all = step, None, False
+        return self
+
+    @classmethod
+    def of(cls, init: Callable[[Any], Any], plan: Planner, *, reads_all: bool = False) -> TiledTransformation:
+        """From `init` and from what a step does; all else follows."""
+
+        def run(grads: Any, state: Any, params: Any, *, apply: bool, specs: Any) -> tuple[Any, Any]:
+            stages, finish = plan(state, grads, specs)
+            if params is None and (apply or any(stage.link.reads_param for stage in stages)):
+                raise ValueError("this transformation needs the parameters; got params=None. Pass them to update()")
+            results, new = updates.run(stages, grads, params, apply=apply, specs=specs)
+            return results, finish(new)
+
+        def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+            return run(grads, state, params, apply=False, specs=extra_args.get("specs"))
+
+        def step(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
+            return run(grads, state, params, apply=True, specs=extra_args.get("specs"))
+
+        self = cls(init, update, step)
+        self.plan, self.reads_all = plan, reads_all
+        return self
+
+    @classmethod
+    def adopt(cls, transformation: optax.GradientTransformation) -> TiledTransformation:
+        """Any transformation of Optax's, its `step` made of its `update` and one kernel a leaf."""
+        if isinstance(transformation, cls):
+            return transformation
+        if not isinstance(transformation, optax.GradientTransformation):
+            raise TypeError(
+                f"chain takes gradient transformations, tiledops' or Optax's; got {type(transformation).__name__}"
+            )
+        theirs = optax.with_extra_args_support(transformation)
+
+        def step(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
+            changes, state = theirs.update(grads, state, params, **extra_args)
+            return updates.apply_updates(params, changes, specs=extra_args.get("specs")), state
+
+        return cls(theirs.init, theirs.update, step)
+
+
+def chain(*transformations: optax.GradientTransformation) -> TiledTransformation:
+    """Applies transformations one after the other, in as few passes as they allow: `optax.chain`.
+
+    Transformations of this library become one pass over each leaf, whose `step` also applies the update, in place. One
+    that needs all incoming updates first (`clip_by_global_norm`) begins a new pass, and one of Optax's own is a pass by
+    itself. Between the links of a pass everything stays float32.
+
+    >>> tx = tiledops.transforms.chain(tiledops.transforms.trace(0.9), tiledops.transforms.scale(-0.5))
+    >>> params = jnp.ones(2)
+    >>> params, state = tx.step(jnp.ones(2), tx.init(params), params)
+    >>> params
+    Array([0.5, 0.5], dtype=float32)
+
+    Args:
+      *transformations: tiled ones, chains of these, or Optax's.
+
+    Returns:
+      A transformation whose state is the tuple of theirs, as with Optax.
+
+    Raises:
+      TypeError: something that is not a gradient transformation.
+    """
+    members = [TiledTransformation.adopt(transformation) for transformation in transformations]
+    passes: list[list[TiledTransformation]] = []
+    for member in members:
+        joins = passes and passes[-1][-1].plan and member.plan and not member.reads_all
+        if joins:
+            passes[-1].append(member)
+        else:
+            passes.append([member])
+    if len(passes) <= 1 and all(member.plan for member in members):
+        return _one_pass(members)
+    return _several_passes(passes)
+
+
+def _one_pass(members: Sequence[TiledTransformation]) -> TiledTransformation:
+    def init(params: Any) -> tuple[Any, ...]:
+        return tuple(member.init(params) for member in members)
+
+    def plan(state: Any, grads: Any, specs: Any) -> Plan:
+        _check_states(state, len(members))
+        plans = [member.plan(its, grads, specs) for member, its in zip(members, state, strict=True)]  # type: ignore[misc]
+
+        def finish(new: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+            trees = iter(new)
+            return tuple(plan.finish([next(trees) for _ in plan.stages]) for plan in plans)
+
+        return Plan(tuple(stage for plan in plans for stage in plan.stages), finish)
+
+    return TiledTransformation.of(init, plan, reads_all=bool(members) and members[0].reads_all)
+
+
+def _several_passes(passes: list[list[TiledTransformation]]) -> TiledTransformation:
+    """Each pass is a chain; the state is the concatenation of theirs."""
+    parts = [_one_pass(members) if members[0].plan else _alone(members[0]) for members in passes]
+    ends = list(itertools.accumulate(len(members) for members in passes))
+
+    def split(state: Any) -> list[Any]:
+        _check_states(state, ends[-1])
+        return [state[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+    def init(params: Any) -> tuple[Any, ...]:
+        return tuple(state for part in parts for state in part.init(params))
+
+    def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        new: tuple[Any, ...] = ()
+        for part, old in zip(parts, split(state), strict=True):
+            grads, its = part.update(grads, old, params, **extra_args)
+            new += its
+        return grads, new
+
+    def step(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
+        *firsts, (last, its_state) = zip(parts, split(state), strict=True)
+        new: tuple[Any, ...] = ()
+        for part, old in firsts:
+            grads, its = part.update(grads, old, params, **extra_args)
+            new += its
+        params, its = last.step(grads, its_state, params, **extra_args)
+        return params, new + its
+
+    return TiledTransformation(init, update, step)
+
+
+def _alone(member: TiledTransformation) -> TiledTransformation:
+    """A transformation that is a pass of its own, as a chain of one."""
+
+    def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        grads, its = member.update(grads, state[0], params, **extra_args)
+        return grads, (its,)
+
+    def step(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
+        params, its = member.step(grads, state[0], params, **extra_args)
+        return params, (its,)
+
+    return TiledTransformation(lambda params: (member.init(params),), update, step)
+
+
+def _check_states(state: Any, count: int) -> None:
+    if not isinstance(state, tuple) or len(state) != count:
+        raise ValueError(
+            f"the state of a chain of {count} must be the tuple of {count} states that its init() makes; got "
+            f"{type(state).__name__}" + (f" of {len(state)}" if isinstance(state, tuple) else "")
+        )
+
+
+def masked(init: Callable[[Any], Any], plan: Planner, mask: Any) -> TiledTransformation:
+    """`optax.masked` for what is planned: the same state, still one pass."""
+
+    def masked_plan(state: optax.MaskedState, grads: Any, specs: Any) -> Plan:
+        tree = mask(grads) if callable(mask) else mask
+        stages, finish = plan(state.inner_state, grads, specs)
+        stages = tuple(stage._replace(mask=tree) for stage in stages)
+        return Plan(stages, lambda new: optax.MaskedState(finish(new)))
+
+    return TiledTransformation.of(optax.masked(optax.GradientTransformation(init, _unused), mask).init, masked_plan)
+
+
+def _unused(*_: Any) -> Any:
+    raise AssertionError
+
+
+def accumulator(dtype: Any | None, name: str) -> Any | None:
+    return None if dtype is None else contract.check_dtype(jax.dtypes.canonicalize_dtype(dtype), name)
+
+
+def with_state(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`init` of a state with the parameters' shapes: their leaves checked, its dtypes made strong."""
+
+    def checked(params: Any) -> Any:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            if not isinstance(leaf, jax.ShapeDtypeStruct):
+                updates.check_leaf(leaf, f"params{jax.tree_util.keystr(path)}")
+        return jax.tree.map(_strong, init(params))
+
+    return checked
+
+
+def _strong(x: jax.Array) -> jax.Array:
+    """x without JAX's weak type, which the first step would drop, and a jitted step then be compiled twice."""
+    return jnp.asarray(x, x.dtype) if getattr(x, "weak_type", False) else x
