@@ -1,0 +1,33 @@
+"""The examples of the docstrings run, and print what they say."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+
+import flax.linen
+import flax.nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tiledops
+
+NAMES = dict(jax=jax, jnp=jnp, np=np, tiledops=tiledops, optax=optax, nnx=flax.nnx, linen=flax.linen)
+MODULES = ["tiledops", *(f"tiledops.{module.name}" for module in pkgutil.iter_modules(tiledops.__path__))]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(name), extraglobs=NAMES).failed == 0
+
+
+def test_the_public_interface_has_examples() -> None:
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    for name in tiledops.__all__:
+        public = getattr(tiledops, name)
+        if callable(public) and name != "TilePlan":  # what plan_tiles returns: its examples are there
+            assert any(test.examples for test in finder.find(public, name, globs={})), f"{name} has no example"

@@ -1,0 +1,48 @@
+"""`import tiledops` is light."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+TRIES = 7
+
+
+def python(program: str, **environment: str) -> str:
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+@pytest.mark.parametrize("name", ["flax", "optax", "libtpu", "matplotlib"])
+def test_it_imports_no(name: str) -> None:
+    assert python(f"import tiledops, sys; print({name!r} in sys.modules)") == "False"
+
+
+def test_it_touches_no_device() -> None:
+    program = "import tiledops; from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
+    assert python(program) == "False"
+    # With a platform that does not exist, JAX fails at the first device it is asked for.
+    assert python("import tiledops; print(tiledops.__version__)", JAX_PLATFORMS="nowhere")
+
+
+def test_it_takes_hardly_longer_than_jax() -> None:
+    """A fifth of a second more at most. Other processes can only add to a time, so that the least of several counts."""
+    program = "import time; t = time.perf_counter(); import {}; print(time.perf_counter() - t)"
+    least = {"jax": float("inf"), "tiledops": float("inf")}
+    for _ in range(TRIES):
+        for name in least:
+            least[name] = min(least[name], float(python(program.format(name))))
+        if least["tiledops"] <= least["jax"] + 0.2:
+            return
+    raise AssertionError(f"seconds to import: {least}")

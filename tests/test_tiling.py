@@ -1,0 +1,150 @@
+"""The tile plan: what holds for every shape, dtype and chip, and the tables that users read."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from cases import BF16, CASES, DTYPES, F32, SHAPES
+
+import tiledops
+from tiledops import PipelineConfig, chips, layouts, tiling
+
+ALL_SHAPES = sorted({*SHAPES, *(case.shape for case in CASES), (100_003,), (8, 128), (131, 70_001), (2, 3, 50_000)})
+BLOCKS = (None, (8, 128), (16, 256), (64, 1024), (256, 256))
+
+
+def plans(shape: tuple[int, ...], x: Any, y: Any, block: Any) -> Any:
+    """The plans of axpy and of its backward passes, for each kind of gain and each chip, as `stream` asks for them."""
+    for chip, gain in itertools.product(chips.CHIPS, (None, 0, len(shape) - 1)):
+        axes = frozenset() if gain is None or not shape else frozenset({gain})
+        view = layouts.view(shape, x, apart=(axes,))
+        along = next((d for d, group in enumerate(view.groups) if axes & set(group) and len(view.shape) > 1), None)
+        vectors = () if along is None else (along,)
+        for buffers, summed in itertools.product((2, 3), (False, True)):
+            yield tiling.plan(
+                view.shape,
+                (x.itemsize, y.itemsize),
+                (y.itemsize,),
+                info=chips.chip_info(chip),
+                config=PipelineConfig(block=block, buffers=buffers),
+                summed=summed,
+                kept=along if summed else None,
+                vectors=vectors,
+            ), chips.chip_info(chip), vectors, summed
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("shape", ALL_SHAPES, ids=str)
+def test_every_plan(shape: tuple[int, ...], block: Any) -> None:
+    for x, y in DTYPES:
+        for plan, info, vectors, summed in plans(shape, x, y, block):
+            rank = len(plan.shape)
+            assert len(plan.block) == len(plan.grid) == rank
+            assert math.prod(plan.shape) == math.prod(shape)
+
+            # Blocks cover the array, none of them lies outside, and none is larger than the array.
+            for n, b, count in zip(plan.shape, plan.block, plan.grid, strict=True):
+                assert 1 <= b <= n
+                assert (count - 1) * b < n <= count * b
+
+            # Blocks are whole along an axis, or end where a tile ends: packed tiles where the plan chose them.
+            packed = 4 // min(x.itemsize, y.itemsize) if block is None else 1
+            if rank == 1:
+                assert plan.block[0] == plan.shape[0] or plan.block[0] % (packed * 1024) == 0
+            else:
+                rows, cols = plan.block[-2:]
+                assert rows == plan.shape[-2] or rows % (packed * 8) == 0
+                assert cols == plan.shape[-1] or cols % 128 == 0
+                # A vector down the rows lies along the lanes, where slices start at multiples of 128. A vector along
+                # a leading axis is a scalar a tile.
+                assert rank - 2 not in vectors or rows == plan.shape[-2] or rows % 128 == 0
+                assert all(plan.block[axis] == 1 for axis in vectors if axis < rank - 2)
+
+            # Every tile has its turn on some core, and the cores are the chip's.
+            assert sorted(plan.order) == list(range(rank))
+            assert plan.cores in (1, info.num_cores)
+            turns = dict(zip(plan.order, plan.steps, strict=True))
+            for axis in range(rank):
+                assert turns[axis] * (plan.cores if axis == plan.split else 1) >= plan.grid[axis]
+            if info.num_cores == 2 and plan.programs > 1 and not (summed and vectors and vectors[0] < rank - 2):
+                assert plan.cores == 2  # half the chip would idle
+            if summed and vectors:
+                assert plan.order[0] == vectors[0]  # one sum is finished before the next
+
+            # Slabs are whole tiles of one axis of the block.
+            assert 1 <= plan.slab <= plan.block[plan.slab_axis]
+            if plan.slab < plan.block[plan.slab_axis] and plan.slab_axis >= rank - 2:
+                assert plan.slab % (1024 if rank == 1 else 128 if rank - 2 in vectors else 16) == 0
+
+            # VMEM: the buffers fit what the kernel asks for, and that fits the chip.
+            limit = plan.vmem_limit_bytes or chips.scoped_vmem_bytes(info)
+            assert plan.buffer_bytes <= limit <= info.vmem_capacity_bytes
+            assert plan.hbm_bytes == math.prod(shape) * (x.itemsize + 2 * y.itemsize)
+
+
+@pytest.mark.parametrize("chip", chips.CHIPS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_chosen_block_leaves_room_and_steps(shape: tuple[int, ...], chip: str) -> None:
+    plan, info = tiledops.plan_tiles(shape, F32, chip=chip), chips.chip_info(chip)
+    assert plan.vmem_limit_bytes is None
+    assert plan.buffer_bytes <= tiling.VMEM_SHARE * chips.scoped_vmem_bytes(info)
+    # A step moves what the memory delivers in one latency at least (unless the array is smaller), and a plan that
+    # moves many times that has several steps. Equal parts, rounded to tiles, may be half of what was meant.
+    latency = tiling.LATENCY_SECONDS * info.mem_bw_bytes_per_second
+    assert plan.programs == 1 or plan.hbm_bytes / plan.programs >= latency / 2
+    if plan.hbm_bytes > 4 * tiling.STEPS * latency:
+        assert plan.programs >= tiling.STEPS / 2
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (17, 257), (3, 3, 64, 128), (1, 257), (257, 1)], ids=str)
+def test_a_small_array_is_one_step(shape: tuple[int, ...]) -> None:
+    for chip in chips.CHIPS:
+        assert tiledops.plan_tiles(shape, BF16, chip=chip).programs == 1
+
+
+@pytest.mark.parametrize(
+    ("block", "programs", "padded_elements", "buffer_bytes"),
+    [((8, 128), 9, 9216, 24576), ((16, 128), 6, 12288, 49152), ((16, 256), 4, 16384, 98304)],
+)
+def test_the_lessons_table(block: tuple[int, int], programs: int, padded_elements: int, buffer_bytes: int) -> None:
+    plan = tiledops.plan_tiles((17, 257), jnp.float32, config=PipelineConfig(block=block))
+    assert plan.block == block
+    assert (plan.programs, plan.padded_elements, plan.buffer_bytes) == (programs, padded_elements, buffer_bytes)
+
+
+def test_a_third_buffer_is_the_inputs() -> None:
+    two, three = (
+        tiledops.plan_tiles((17, 257), F32, config=PipelineConfig(block=(8, 128), buffers=n)).buffer_bytes
+        for n in (2, 3)
+    )
+    assert (two, three) == (6 * 4096, 8 * 4096)
+
+
+def test_use_config_plans_too() -> None:
+    with tiledops.use_config(block=(16, 256)):
+        assert tiledops.plan_tiles((17, 257), F32).block == (16, 256)
+        assert tiledops.plan_tiles((17, 257), F32, config=PipelineConfig()).block == (17, 257)
+
+
+@pytest.mark.parametrize("chip", chips.CHIPS)
+def test_the_largest_block_that_fits_is_accepted_and_the_next_refused(chip: str) -> None:
+    capacity = chips.chip_info(chip).vmem_capacity_bytes
+    rows = capacity // (6 * 4 * 128) // 8 * 8  # x, y and the result, each twice
+    shape = (2 * rows, 256)
+    plan = tiledops.plan_tiles(shape, F32, chip=chip, config=PipelineConfig(block=(rows, 128)))
+    assert plan.buffer_bytes == rows * 128 * 24
+    assert plan.buffer_bytes <= plan.vmem_limit_bytes <= capacity
+    with pytest.raises(ValueError, match="bytes of VMEM") as refusal:
+        tiledops.plan_tiles(shape, F32, chip=chip, config=PipelineConfig(block=(rows + 8, 128)))
+    for word in (f"block=({rows + 8}, 128)", str((rows + 8) * 128 * 24), f"{chip} has {capacity}", "block=None"):
+        assert word in str(refusal.value)
+
+
+def test_a_plan_is_a_static_argument() -> None:
+    one, other = (tiledops.plan_tiles((17, 257), "float32") for _ in range(2))
+    assert one == other
+    assert hash(one) == hash(other)
