@@ -73,15 +73,17 @@ def _run(
     *,
     outs: tuple[Any, ...] = (),
     total: tuple[int, ...] | None = None,
+    aliases: tuple[tuple[int, int], ...] = (),
 ) -> tuple[jax.Array, ...]:
     """Runs a block function over arrays of one shape, with the gain `a` or none.
 
     Args:
       outs: dtypes of the arrays that it stores.
       total: the shape of the gain whose gradient it sums, or None.
+      aliases: pairs (array, out): the stored array takes that array's buffer where the caller gives it up.
     """
     shape = arrays[0].shape
-    operation = call.operation(block, outs, None if total is None else _aligned(total, shape))
+    operation = call.operation(block, outs, None if total is None else _aligned(total, shape), aliases)
     coefficients = () if a is None else (a.reshape(_aligned(a.shape, shape)),)
     results = call.run(operation, coefficients, arrays)
     return results if total is None else (*results[:-1], results[-1].reshape(total))
@@ -92,12 +94,13 @@ def _run(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _axpy(call: Call, a: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-    (out,) = _run(call, blocks.axpy, a, (x, y), outs=(y.dtype,))
+    (out,) = _run(call, blocks.axpy, a, (x, y), outs=(y.dtype,), aliases=((1, 0),))  # in y's buffer, if that is free
     return out
 
 
 def _axpy_forward(call: Call, a: Any, x: Any, y: Any) -> tuple[jax.Array, Saved]:
-    out = _axpy(call, a.value, x.value, y.value)
+    # Not in y's buffer: in a program that is differentiated, what came before y has mostly saved it for its gradient.
+    (out,) = _run(call, blocks.axpy, a.value, (x.value, y.value), outs=(y.value.dtype,))
     return out, Saved.of(a, x)
 
 

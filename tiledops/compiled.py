@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import glob
 import math
 import os
 import re
@@ -29,11 +30,13 @@ from tiledops.chips import DEFAULT_CHIP
 # The smallest topology of each generation that libtpu describes: one host.
 HOSTS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 
-# What libtpu asks of its surroundings before it describes a machine that is not there.
+# What libtpu asks of its surroundings before it describes a machine that is not there; and it may be loaded by several
+# processes at once, since none of them runs anything.
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
 
@@ -47,8 +50,9 @@ def topology_devices(topology: str) -> tuple[Any, ...]:
     """
     from jax.experimental import topologies
 
-    for key, value in _ENVIRONMENT.items():
-        os.environ.setdefault(key, value)
+    if not (glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")):  # a TPU's own host knows better
+        for key, value in _ENVIRONMENT.items():
+            os.environ.setdefault(key, value)
     try:
         described = topologies.get_topology_desc(platform="tpu", topology_name=HOSTS.get(topology, topology))
     except Exception as error:  # jaxlib raises its own types for both

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tiledops import blocks, chips, layouts, modes, tiling
+from tiledops import blocks, chips, donation, layouts, modes, tiling
 from tiledops.config import PipelineConfig
 from tiledops.tile import STREAMED, Refs, Tile, place
 
@@ -60,12 +60,29 @@ def stream(op: Operation, coefficients: tuple[jax.Array, ...], arrays: tuple[jax
     """Runs `op` on arrays of one shape and coefficients of the same rank, each extent theirs or 1."""
     if op.mode == modes.REFERENCE:
         return _reference(op, coefficients, arrays)
+    kernel = _Kernel(op, len(coefficients))
     if op.mode == modes.SIMULATE:
         chips.prepare_simulator()
-    else:
-        arrays = (*arrays[:-1], modes.for_tpu(arrays[-1]))
-    with chips.x64(False):  # index arithmetic in a kernel is 32-bit
-        return _streamed(op, coefficients, arrays)
+        return kernel.aliasing(op.aliases)(*coefficients, *arrays)
+    operands = (*coefficients, *arrays[:-1], modes.for_tpu(arrays[-1]))
+    return donation.in_place(kernel.aliasing, op.aliases, len(coefficients), *operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """A stream as a function of flat operands, once it is known which of them it may overwrite."""
+
+    op: Operation
+    coefficients: int
+
+    def aliasing(self, aliases: tuple[tuple[int, int], ...]) -> Callable[..., tuple[jax.Array, ...]]:
+        op = dataclasses.replace(self.op, aliases=aliases)
+
+        def run(*operands: jax.Array) -> tuple[jax.Array, ...]:
+            with chips.x64(False):  # index arithmetic in a kernel is 32-bit
+                return _streamed(op, operands[: self.coefficients], operands[self.coefficients :])
+
+        return run
 
 
 def _reference(op: Operation, coefficients: Any, arrays: Any) -> tuple[jax.Array, ...]:
