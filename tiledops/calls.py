@@ -52,13 +52,18 @@ class Call:
         self, operation: Operation, coefficients: tuple[jax.Array, ...], arrays: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
         """The arrays that the operation stores, then its float32 sum if it has one."""
-        return vectorized(operation, self.placement)(coefficients, arrays)
+        return partitioning.per_shard(vectorized, operation, self.placement, coefficients, arrays)
 
 
 @functools.cache
-def vectorized(operation: Operation, placement: partitioning.Placement | None) -> Any:
-    """An operation with its batching rule: a mapped axis is one more leading axis of the same operation."""
-    batched = jax.custom_batching.custom_vmap(functools.partial(partitioning.per_shard, operation, placement))
+def vectorized(operation: Operation) -> Any:
+    """An operation with its batching rule: a mapped axis is one more leading axis of the same operation.
+
+    Two kinds of mesh axes meet a mapped axis from two sides. Where it is sharded over Explicit axes, its type says so,
+    and only once it is an axis of the operands: so the operation is cut inside this rule. Over Auto axes, `jax.vmap`'s
+    `spmd_axis_name` says so, to `jax.shard_map`'s own rule alone: so they are cut outside, by `Call.run`.
+    """
+    batched = jax.custom_batching.custom_vmap(functools.partial(partitioning.by_type, operation))
 
     @batched.def_vmap
     def rule(size: int, in_batched: Any, coefficients: Any, arrays: Any) -> tuple[Any, Any]:
@@ -71,8 +76,7 @@ def vectorized(operation: Operation, placement: partitioning.Placement | None) -
             for x, mapped in zip(arrays, mapped_arrays, strict=True)
         )
         total = None if operation.total is None else (size, *operation.total)
-        with_axis = dataclasses.replace(operation, total=total)
-        results = vectorized(with_axis, placement and placement.batched(None))(coefficients, arrays)
+        results = vectorized(dataclasses.replace(operation, total=total))(coefficients, partitioning.alike(arrays))
         return results, jax.tree.map(lambda _: True, results)
 
     return batched

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib.version
 from jax.sharding import AxisType, PartitionSpec
 
+from tiledops import modes
 from tiledops.stream import Operation
 
 Arrays = tuple[jax.Array, ...]
@@ -22,21 +26,16 @@ Arrays = tuple[jax.Array, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where the arrays of a call live: over the axes `names` of `mesh`, cut by `spec`."""
+    """Where the arrays of a call live: over all axes of `mesh` that are not taken yet, cut by `spec`."""
 
     mesh: Any
-    names: frozenset[str]
     spec: PartitionSpec
-
-    def batched(self, entry: Any) -> Placement:
-        """With one more leading axis, sharded as `entry` says."""
-        return dataclasses.replace(self, spec=PartitionSpec(entry, *self.spec))
 
 
 def place(
     coefficients: Arrays, arrays: Arrays, *, spec: PartitionSpec | None, opaque: bool
 ) -> tuple[Placement | None, Arrays, Arrays]:
-    """How a call is to be partitioned, and its operands brought together for it.
+    """How a call is to be partitioned over Auto axes, and its operands brought together for it.
 
     On a mesh with Explicit axes, the arrays' own types say how they are sharded. On one with Auto axes, `spec` does.
     Inside `jax.shard_map`, and where there is no mesh, the call runs as it stands.
@@ -50,57 +49,79 @@ def place(
     Raises:
       ValueError: no `spec` on a mesh with Auto axes, or one that doesn't fit the mesh or the shape.
     """
-    mesh = _mesh(arrays)
-    names = {kind: [n for n, t in _axes(mesh) if t == kind] for kind in (AxisType.Auto, AxisType.Explicit)}
     coefficients, arrays = _varying_alike(coefficients, arrays)
-    explicit = _explicit_spec(arrays, names[AxisType.Explicit])
-    if names[AxisType.Explicit]:
-        arrays = tuple(jax.sharding.reshard(x, explicit) for x in arrays)
-    if not opaque or not any(names.values()):
+    arrays = alike(arrays)
+    mesh = _mesh(arrays)
+    auto = {name: mesh.shape[name] for name in _names_of(mesh, AxisType.Auto)}
+    if not opaque or not auto:
         return None, coefficients, arrays
-    shape = arrays[0].shape
-    if names[AxisType.Auto] and spec is None:
+    if spec is None and any(size > 1 for size in auto.values()):
         raise ValueError(
-            f"x is an array on a mesh with Auto axes {_sizes(mesh, names[AxisType.Auto])}, over which XLA can't "
-            "partition a kernel. Either say how x and y are sharded (spec=jax.P(...), one entry an axis of x), or "
+            f"x is an array on a mesh with Auto axes {_sizes(auto)}, over which XLA can't partition a kernel. Either "
+            "say how x and y are sharded (spec=jax.P(...), one entry an axis of x), or "
             "give the mesh Explicit axes (jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Explicit,) * n)), or "
             "call inside jax.shard_map"
         )
-    given = PartitionSpec(*spec) if spec is not None and names[AxisType.Auto] else PartitionSpec()
-    _check_spec(given, mesh, names[AxisType.Auto], shape)
-    joint = PartitionSpec(*map(_join, _padded(explicit, len(shape)), _padded(given, len(shape))))
-    placement = Placement(mesh, frozenset(names[AxisType.Auto] + names[AxisType.Explicit]), joint)
-    return placement, coefficients, arrays
+    given = PartitionSpec(*(spec or ()))
+    _check_spec(given, auto, arrays[0].shape)
+    rank = len(arrays[0].shape)
+    joint = map(_join, _padded(jax.typeof(arrays[0]).sharding.spec, rank), _padded(given, rank))
+    return Placement(mesh, PartitionSpec(*joint)), coefficients, arrays
+
+
+def alike(arrays: Arrays) -> Arrays:
+    """Arrays of one shape with one sharding over Explicit axes: their sum's, by JAX's own rule and with its errors."""
+    if not _names_of(_mesh(arrays), AxisType.Explicit):
+        return arrays
+    (total,) = jax.make_jaxpr(lambda *xs: functools.reduce(jnp.add, (x.astype(jnp.float32) for x in xs)))(
+        *arrays
+    ).out_avals
+    return tuple(jax.sharding.reshard(x, total.sharding.spec) for x in arrays)
+
+
+def by_type(operation: Operation, coefficients: Arrays, arrays: Arrays) -> tuple[jax.Array, ...]:
+    """Runs a streamed operation on each shard over the mesh's Explicit axes, as the arrays' types cut them."""
+    mesh = _mesh(arrays)
+    placement = None
+    if operation.mode != modes.REFERENCE and _names_of(mesh, AxisType.Explicit):
+        placement = Placement(mesh, jax.typeof(arrays[0]).sharding.spec)
+    return per_shard(lambda operation: operation, operation, placement, coefficients, arrays)
 
 
 def per_shard(
-    operation: Operation, placement: Placement | None, coefficients: Arrays, arrays: Arrays
+    runner: Callable[[Operation], Any],
+    operation: Operation,
+    placement: Placement | None,
+    coefficients: Arrays,
+    arrays: Arrays,
 ) -> tuple[jax.Array, ...]:
-    """Runs a streamed operation on each shard. Its stored arrays are sharded as its operands are; its sum is added up
+    """Runs `runner(operation)` on each shard. Its stored arrays are sharded as its operands are; its sum is added up
     over the shards that it runs across, in float32, and sharded along the axes that it keeps."""
     if placement is None:
-        return operation(coefficients, arrays)
+        return runner(operation)(coefficients, arrays)
     rank = len(arrays[0].shape)
     total = operation.total
 
     def shard(coefficients: Arrays, arrays: Arrays) -> tuple[jax.Array, ...]:
         coefficients, arrays = _varying_alike(coefficients, arrays)
         if total is None:
-            return operation(coefficients, arrays)
+            return runner(operation)(coefficients, arrays)
         local = tuple(extent if full > 1 else 1 for extent, full in zip(arrays[0].shape, total, strict=True))
-        *outs, part = dataclasses.replace(operation, total=local)(coefficients, arrays)
+        *outs, part = runner(dataclasses.replace(operation, total=local))(coefficients, arrays)
         across = [
             n for e, full in zip(_padded(placement.spec, rank), total, strict=True) if full == 1 for n in _names(e)
         ]
         return (*outs, jax.lax.psum(part, tuple(across)) if across else part)
 
     specs = tuple(_of_coefficient(c.shape, placement.spec) for c in coefficients)
-    explicit = [n for n, t in _axes(placement.mesh) if t == AxisType.Explicit]
+    explicit = _names_of(placement.mesh, AxisType.Explicit)
     if explicit:
         coefficients = tuple(
             jax.sharding.reshard(c, _only(s, explicit)) for c, s in zip(coefficients, specs, strict=True)
         )
     context = jax.sharding.get_abstract_mesh()
+    if operation.mode == modes.SIMULATE:
+        _check_nesting(context)
     return jax.shard_map(
         shard,
         mesh=placement.mesh if context.empty else None,
@@ -109,7 +130,6 @@ def per_shard(
             *(placement.spec for _ in operation.outs),
             *(_of_coefficient(t, placement.spec) for t in [total] if t),
         ),
-        axis_names=set(placement.names),
     )(coefficients, arrays)
 
 
@@ -117,47 +137,52 @@ def like(gradient: jax.Array, primal: jax.Array) -> jax.Array:
     """A gradient with its primal's dtype, and its sharding over Explicit axes."""
     gradient = gradient.astype(primal.dtype)
     wanted = jax.typeof(primal).sharding
-    if any(t == AxisType.Explicit for _, t in _axes(wanted.mesh)):
+    if _names_of(wanted.mesh, AxisType.Explicit):
         gradient = jax.sharding.reshard(gradient, wanted.spec)
     return gradient
 
 
 def _mesh(arrays: Arrays) -> Any:
-    """The mesh that the arrays live on, by their types; else the one in context. Axes of size 1 shard nothing."""
-    for x in arrays:
-        mesh = getattr(jax.typeof(x).sharding, "mesh", None)
-        if mesh is not None and not mesh.empty:
-            return mesh
-    return jax.sharding.get_abstract_mesh()
+    """The mesh in context; else the one that the arrays live on, by their types."""
+    context = jax.sharding.get_abstract_mesh()
+    meshes = [context, *(getattr(jax.typeof(x).sharding, "mesh", context) for x in arrays)]
+    return next((mesh for mesh in meshes if not mesh.empty), context)
 
 
-def _axes(mesh: Any) -> list[tuple[str, AxisType]]:
+def _names_of(mesh: Any, *kinds: AxisType) -> tuple[str, ...]:
+    """The axes of some kinds. One of size 1 shards nothing, but XLA still asks who partitions the kernel over it."""
     if mesh.empty or mesh.size == 1:
-        return []
-    return [(name, kind) for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if mesh.shape[name] > 1]
+        return ()
+    return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind in kinds)
 
 
-def _sizes(mesh: Any, names: list[str]) -> str:
-    return "(" + ", ".join(f"{name}: {mesh.shape[name]}" for name in names) + ")"
+def _sizes(axes: dict[str, int]) -> str:
+    return "(" + ", ".join(f"{name}: {size}" for name, size in axes.items()) + ")"
 
 
-def _explicit_spec(arrays: Arrays, names: list[str]) -> PartitionSpec:
-    """How the sum of the arrays would be sharded over Explicit axes, by JAX's own rule and with its own errors."""
-    if not names:
-        return PartitionSpec()
-    total = jax.eval_shape(lambda *xs: functools.reduce(jnp.add, xs), *arrays)
-    return total.sharding.spec
+def _check_nesting(context: Any) -> None:
+    """The simulator's callbacks are ordered, and no jaxlib compiles those in every `shard_map` inside another: up to
+    0.11.1 it aborts the process if both cut something, from then on it refuses unless both do."""
+    outer = _names_of(context, AxisType.Manual)
+    inner = _names_of(context, AxisType.Auto, AxisType.Explicit)
+    both = all(math.prod(context.shape[name] for name in axes) > 1 for axes in (outer, inner))
+    if outer and both == (jaxlib.version.__version_info__ < (0, 11, 2)):
+        raise NotImplementedError(
+            f"mode='simulate' can't run in a jax.shard_map over {outer} that leaves the mesh axes "
+            f"{inner} to another: jaxlib {jaxlib.version.__version__} can't compile it. Let the shard_map take "
+            "all axes (no axis_names), use mode='reference' here, or run it on TPU"
+        )
 
 
-def _check_spec(spec: PartitionSpec, mesh: Any, names: list[str], shape: tuple[int, ...]) -> None:
+def _check_spec(spec: PartitionSpec, sizes: dict[str, int], shape: tuple[int, ...]) -> None:
     if len(spec) > len(shape):
         raise ValueError(f"spec must have at most one entry an axis of x; got {spec} for shape {shape}")
     for extent, entry in zip(shape, spec, strict=False):
         shards = 1
         for name in _names(entry):
-            if name not in names:
-                raise ValueError(f"spec must name Auto axes of the mesh {_sizes(mesh, names)}; got {name!r} in {spec}")
-            shards *= mesh.shape[name]
+            if name not in sizes:
+                raise ValueError(f"spec must name Auto axes of the mesh {_sizes(sizes)}; got {name!r} in {spec}")
+            shards *= sizes[name]
         if extent % shards:
             raise ValueError(
                 f"spec must divide x evenly: {spec} cuts an axis of {extent} into {shards} for shape {shape}"
@@ -185,7 +210,7 @@ def _of_coefficient(shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpe
     return PartitionSpec(*(None if extent == 1 else entry for extent, entry in zip(shape, entries, strict=True)))
 
 
-def _only(spec: PartitionSpec, names: list[str]) -> PartitionSpec:
+def _only(spec: PartitionSpec, names: tuple[str, ...]) -> PartitionSpec:
     """The part of a spec over some of the mesh's axes."""
     kept = [tuple(name for name in _names(entry) if name in names) for entry in spec]
     return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in kept))
