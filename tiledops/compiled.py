@@ -4,10 +4,11 @@ libtpu compiles ahead of time for a chip or a whole pod that is not attached. `c
 optimized program: its kernels, the HBM bytes that each instruction moves in their physical, tiled size, what XLA added
 around the kernels, and the collectives. It works for any function, so that plain jnp can stand beside a kernel.
 
+>>> from tiledops import compiled
 >>> x = jax.ShapeDtypeStruct((1024, 512), jnp.float32)
 >>> report = compiled.compile_for(lambda x, y: tiledops.axpy(2.0, x, y), x, x, chip="v5e")
 >>> [kernel.name for kernel in report.kernels], report.hbm_bytes, report.extra
-(['tiledops_axpy'], 6291456, ())
+(['tiledops_axpy'], 6291968, ())
 """
 
 from __future__ import annotations
@@ -121,10 +122,11 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A Mosaic kernel: its name, HBM bytes a call and calls; of one of ours also its tile, the VMEM of its stream
-    buffers and the TensorCores that share it."""
+    """A Mosaic kernel: its name, that of its instruction, HBM bytes a call and calls; of one of ours also its tile, the
+    VMEM of its stream buffers and the TensorCores that share it."""
 
     name: str
+    instruction: str
     block: tuple[int, ...]
     vmem_bytes: int
     cores: int
@@ -267,6 +269,7 @@ def _kernel(instruction: Instruction, line: str) -> Kernel:
     own = dict(re.findall(r'"(block|vmem_bytes|cores)":"([\dx]+)"', line))
     return Kernel(
         name=re.sub(r"\.\d+$", "", instruction.name),
+        instruction=instruction.name,
         block=tuple(map(int, own["block"].split("x"))) if "block" in own else (),
         vmem_bytes=int(own.get("vmem_bytes", 0)),
         cores=int(own.get("cores", 1)),

@@ -1,0 +1,199 @@
+"""VLIW bundles against DMA time: whether a kernel waits for memory, by the compiler's own schedule.
+
+A TensorCore issues one bundle of instructions a cycle. libtpu can write the final bundles of each kernel, loops and
+their trip counts included, so that the cycles which a kernel's arithmetic takes are counted, on a machine with no TPU,
+and compared with the time that its bytes need at full HBM bandwidth. Well below 1, a pipelined kernel runs at the speed
+of the memory.
+
+libtpu reads its flags once a process, so that the program is handed to a child process, which compiles it again.
+
+>>> from tiledops import bundles
+>>> x = jax.ShapeDtypeStruct((8192, 4096), jnp.float32)
+>>> (schedule,) = bundles.bundles_for(lambda x, y: tiledops.axpy(2.0, x, y), x, x, chip="v5e")
+>>> schedule.name, schedule.steps, schedule.ratio < 0.5
+('tiledops_axpy', 64, True)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tiledops import chips, compiled
+
+# Every generation multiplies with four MXUs' worth of (column, column) arrays. TpuInfo counts two on v6e and TPU7x, but
+# libtpu's own estimates there are of matmuls that take fewer cycles than two could (8192 cubed in bfloat16: 2,977,840
+# and 2,604,600, where two need 4,194,304). Four give 1.05, 1.5, 1.75, 1.75 and 2.2 GHz for v4, v5e, v5p, v6e and TPU7x.
+_MXUS = 4
+
+# A branch takes effect some bundles later, which belong to the loop: 1 on v4, 4 on v5 and v6e, 6 on TPU7x. Six are
+# counted everywhere: rather a few too many than one too few.
+_DELAY_SLOTS = 6
+
+_FLAGS = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """What one kernel costs in bundles and in bytes, on one TensorCore.
+
+    Attributes:
+      name, instruction: of the kernel (`compiled.Kernel`).
+      steps: grid steps of its pipeline.
+      bundles: bundles of one step, rounded up, with its share of what surrounds the pipeline. A predicated part (a
+        first or a last step's own) counts as if it always ran.
+      dma_seconds: time to move one step's share of the kernel's HBM bytes at the chip's full bandwidth.
+      clock_hertz: bundles a second.
+    """
+
+    name: str
+    instruction: str
+    steps: int
+    bundles: int
+    dma_seconds: float
+    clock_hertz: float
+
+    @property
+    def ratio(self) -> float:
+        """The time of the bundles over the time of the bytes."""
+        return self.bundles / self.clock_hertz / self.dma_seconds if self.dma_seconds else float("inf")
+
+
+def bundles_for(fn: Callable[..., Any], *args: Any, chip: str = chips.DEFAULT_CHIP) -> tuple[Schedule, ...]:
+    """The schedules of the kernels of `jax.jit(fn)`, compiled for one chip of a generation.
+
+    Args:
+      fn: a function of arrays.
+      args: arrays, ShapeDtypeStructs, or trees of them. Make them larger than the chip's VMEM: what XLA keeps there
+        moves no byte of HBM, and the kernel copies it by bundles.
+      chip: "v4", "v5e", "v5p", "v6e" or "tpu7x".
+
+    Raises:
+      ValueError: an unknown chip.
+      RuntimeError: the program does not compile, or this libtpu writes no schedules.
+    """
+    return schedules([(fn, args)], chip=chip)[0]
+
+
+def schedules(
+    programs: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], *, chip: str = chips.DEFAULT_CHIP
+) -> list[tuple[Schedule, ...]]:
+    """`bundles_for` of several programs, pairs (fn, args), in one child process."""
+    info = chips.chip_info(chip)
+    with tempfile.TemporaryDirectory(prefix="tiledops_bundles_") as name:
+        folders = [pathlib.Path(name, str(i)) for i in range(len(programs))]
+        for folder, (fn, args) in zip(folders, programs, strict=True):
+            folder.mkdir()
+            (folder / "lowered").write_text(compiled.lower_for(fn, *args, chip=chip).as_text(debug_info=True))
+        _run_child(name, chip)
+        return [_read(folder, info) for folder in folders]
+
+
+def _run_child(folder: str, chip: str) -> None:
+    flags = _FLAGS.format(pathlib.Path(folder, "dumps"))
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",  # the child compiles for a TPU, and opens none
+        "LIBTPU_INIT_ARGS": f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}".strip(),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    program = f"from tiledops import bundles; bundles.compile_lowered({folder!r}, {chip!r})"
+    child = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+    )
+    if child.returncode:
+        raise RuntimeError(f"libtpu did not compile the program for {chip}:\n{child.stderr[-4000:]}")
+
+
+def compile_lowered(folder: str, chip: str) -> None:
+    """In the child: compiles what the parent left in `folder`, and leaves each program's schedules beside it."""
+    from jax._src.interpreters.mlir import make_ir_context
+    from jaxlib import xla_client
+    from jaxlib.mlir import ir
+
+    (device, *_) = compiled.topology_devices(chip)
+    client: Any = device.client
+    for lowered in pathlib.Path(folder).glob("*/lowered"):
+        with make_ir_context():
+            module = ir.Module.parse(lowered.read_text())
+        executable = client.compile(module, executable_devices=xla_client.DeviceList((device,)))
+        (lowered.parent / "optimized").write_text(executable.hlo_modules()[0].to_string())
+        for dump in pathlib.Path(folder, "dumps").glob("*-final_bundles.txt"):
+            dump.rename(lowered.parent / dump.name)
+
+
+def _read(folder: pathlib.Path, info: Any) -> tuple[Schedule, ...]:
+    # 2 * columns**2 operations a cycle in each MXU: a multiply and an add in each of its cells.
+    clock = info.bf16_ops_per_second / (2 * info.mxu_column_size**2 * _MXUS)
+    found = {}
+    for dump in folder.glob("*-final_bundles.txt"):
+        match = re.fullmatch(r"\d+-(.+)-\d+-final_bundles\.txt", dump.name)
+        if match:
+            found[match[1]] = dump
+    result = []
+    for kernel in compiled.read_report((folder / "optimized").read_text()).kernels:
+        if kernel.instruction not in found:
+            raise RuntimeError(
+                f"libtpu wrote no schedule of the kernel {kernel.instruction}: this version has no final-bundles dump "
+                "under --xla_jf_dump_to. The versions that come with jax 0.10.2 and 0.12.0 do"
+            )
+        steps, bundles = count(found[kernel.instruction].read_text())
+        seconds = (kernel.read + kernel.written) / kernel.cores / info.mem_bw_bytes_per_second
+        result.append(Schedule(kernel.name, kernel.instruction, steps, bundles, seconds / steps, clock))
+    return tuple(result)
+
+
+_BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(?P<label>[A-Z]{2})?\s*:\s>*\s*\{(?P<text>.*)")
+_BRANCH = re.compile(r"sbr\.rel (?:\((?P<predicate>[^)]*)\) )?target = \$region(?P<region>\d+)")
+
+
+def count(schedule: str) -> tuple[int, int]:
+    """Grid steps, and bundles a step, of a kernel's final bundles as libtpu writes them.
+
+    A loop begins at a bundle labelled LB, which names the regions that start there, and ends at the branch back to one
+    of them. Its trip count is the constant that the branch's predicate is compared with; without a constant (the
+    last, ragged tile of an operand that XLA keeps in VMEM is copied by a loop) it counts once. The outermost loop that
+    waits for a DMA is the pipeline.
+
+    >>> count('''
+    ...      0   :  { %s1 = smov 0 }
+    ...    0x1 LB: > { %s2 = sadd.s32 1, %s1 } /* Start region 9 */
+    ...    0x2   : > { dma.done.wait [#allocation4], 64 }
+    ...    0x3 LB: >> { %v1 = vld [vmem:[%s3] sm:$0xff] } /* Start region 7 :: Start region 8 */
+    ...    0x4   : >> { %p2 = scmp.ge.s32.totalorder %s3, 100 }
+    ...    0x5   : >> { %149 = sbr.rel (!%p2) target = $region8 }
+    ...    0x6   : > { %p1 = scmp.ge.s32.totalorder %s2, 16 }
+    ...    0x7   : > { %150 = sbr.rel (!%p1) target = $region9 }
+    ... ''')
+    (16, 503)
+    """
+    bundles = [(match["label"], match["text"]) for match in map(_BUNDLE.match, schedule.splitlines()) if match]
+    starts: dict[str, int] = {}
+    loops: list[tuple[int, int, int]] = []
+    for at, (label, text) in enumerate(bundles):
+        if label == "LB":
+            starts |= dict.fromkeys(re.findall(r"Start region (\d+)", text), at)
+        for branch in _BRANCH.finditer(text):
+            if branch["region"] in starts:
+                start = starts[branch["region"]]
+                loops.append((start, at + 1 + _DELAY_SLOTS, _trips(bundles[start : at + 1], branch["predicate"])))
+    times = [1] * len(bundles)
+    for start, end, trips in loops:
+        times[start:end] = [n * trips for n in times[start:end]]
+    waiting = [(start, n) for start, end, n in loops if any("dma.done.wait" in text for _, text in bundles[start:end])]
+    steps = min(waiting)[1] if waiting else 1
+    return steps, -(-sum(times) // steps)
+
+
+def _trips(body: list[tuple[str, str]], predicate: str | None) -> int:
+    """The constant that the predicate of a loop's last branch is compared with; 1 if it is no constant."""
+    test = re.escape((predicate or "").lstrip("!")) + r" = scmp\.\S+ %\w+, (\d+)"
+    constants = [int(n) for _, text in body for n in re.findall(test, text)]
+    return constants[-1] if constants else 1
