@@ -43,7 +43,7 @@ def test_agrees_with_numpy(case: Case, mode: str) -> None:
 @pytest.mark.parametrize("name", ["lesson", "example", "column_feature", "vector_bf16"])
 def test_schedules_and_buffers_give_the_same_bits(name: str) -> None:
     case = BY_NAME[name]
-    ways = [dict(schedule=schedule) for schedule in SCHEDULES] + [dict(buffers=3)]
+    ways = [*({"schedule": schedule} for schedule in SCHEDULES), {"buffers": 3}]
     first, *others = [differentiated(*case.operands(), mode="simulate", block=case.block, **way) for way in ways]
     check(case, *first)
     for results in others:

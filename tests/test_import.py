@@ -37,12 +37,15 @@ def test_it_touches_no_device() -> None:
 
 
 def test_it_takes_hardly_longer_than_jax() -> None:
-    """A fifth of a second more at most. Other processes can only add to a time, so that the least of several counts."""
-    program = "import time; t = time.perf_counter(); import {}; print(time.perf_counter() - t)"
-    least = {"jax": float("inf"), "tiledops": float("inf")}
+    """A fifth of a second more at most, of processor time: an import waits for nothing but the disk, once.
+
+    Other processes can only add to a time, so that the least of several counts.
+    """
+    program = "import time; t = time.process_time(); import {}; print(time.process_time() - t)"
+    jax_alone, both = [], []
     for _ in range(TRIES):
-        for name in least:
-            least[name] = min(least[name], float(python(program.format(name))))
-        if least["tiledops"] <= least["jax"] + 0.2:
+        jax_alone.append(float(python(program.format("jax"))))
+        both.append(float(python(program.format("tiledops"))))
+        if min(both) <= min(jax_alone) + 0.2:
             return
-    raise AssertionError(f"seconds to import: {least}")
+    raise AssertionError(f"seconds to import jax: {jax_alone}, tiledops: {both}")

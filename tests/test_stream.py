@@ -144,7 +144,7 @@ def pallas_calls(jaxpr: Any) -> list[Any]:
 def test_the_cost_that_xla_is_told(schedule: str) -> None:
     """Each array once in its logical bytes, and two operations an element."""
     with tiledops.use_config(mode="simulate", block=(8, 128), schedule=schedule):
-        jaxpr = jax.make_jaxpr(lambda a, x, y: tiledops.axpy(a, x, y))(0.5, jnp.ones((17, 257)), jnp.ones((17, 257)))
+        jaxpr = jax.make_jaxpr(tiledops.axpy)(0.5, jnp.ones((17, 257)), jnp.ones((17, 257)))
     (call,) = pallas_calls(jaxpr)
     cost = call.params["cost_estimate"]
     assert (cost.flops, cost.transcendentals, cost.bytes_accessed) == (2 * 17 * 257, 0, 3 * 4 * 17 * 257)

@@ -25,16 +25,21 @@ def plans(shape: tuple[int, ...], x: Any, y: Any, block: Any) -> Any:
         along = next((d for d, group in enumerate(view.groups) if axes & set(group) and len(view.shape) > 1), None)
         vectors = () if along is None else (along,)
         for buffers, summed in itertools.product((2, 3), (False, True)):
-            yield tiling.plan(
-                view.shape,
-                (x.itemsize, y.itemsize),
-                (y.itemsize,),
-                info=chips.chip_info(chip),
-                config=PipelineConfig(block=block, buffers=buffers),
-                summed=summed,
-                kept=along if summed else None,
-                vectors=vectors,
-            ), chips.chip_info(chip), vectors, summed
+            yield (
+                tiling.plan(
+                    view.shape,
+                    (x.itemsize, y.itemsize),
+                    (y.itemsize,),
+                    info=chips.chip_info(chip),
+                    config=PipelineConfig(block=block, buffers=buffers),
+                    summed=summed,
+                    kept=along if summed else None,
+                    vectors=vectors,
+                ),
+                chips.chip_info(chip),
+                vectors,
+                summed,
+            )
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
