@@ -65,8 +65,13 @@ def test_the_environments_tpu_raises_too(monkeypatch: pytest.MonkeyPatch) -> Non
         tiledops.axpy(0.5, X, X)
 
 
-def test_a_program_for_a_tpu_may_be_traced_anywhere() -> None:
-    assert kernels_of(ON_TPU) == 1
+def test_a_program_for_a_tpu_may_be_made_anywhere() -> None:
+    """Traced and exported here, to run there."""
+    exported = jax.export.export(jax.jit(lambda x: tiledops.axpy(0.5, x, x, config=ON_TPU)), platforms=["tpu"])(X)
+    assert exported.mlir_module().count("tpu_custom_call") == 1
+    for platforms in (["cpu"], ["cpu", "tpu"]):
+        with pytest.raises(RuntimeError, match="never falls back"):
+            jax.export.export(jax.jit(lambda x: tiledops.axpy(0.5, x, x, config=ON_TPU)), platforms=platforms)(X)
 
 
 def test_off_tpu_the_default_is_simulate() -> None:
