@@ -57,7 +57,7 @@ def axpy(a: Any, x: Any, y: Any, *, config: PipelineConfig | None = None, spec: 
     """
     a, x, y = contract.check_operands(a, x, y)
     call, (a,), (x, y) = Call.of(config).placed((a,), (x, y), spec=spec)
-    return _axpy(call, a, x, y)
+    return _axpy(call, True, a, x, y)
 
 
 def _aligned(gain: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -92,19 +92,19 @@ def _run(
 # a*x + y
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _axpy(call: Call, a: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-    (out,) = _run(call, blocks.axpy, a, (x, y), outs=(y.dtype,), aliases=((1, 0),))  # in y's buffer, if that is free
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _axpy(call: Call, in_place: bool, a: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Written into y's buffer where that is free, if `in_place`."""
+    (out,) = _run(call, blocks.axpy, a, (x, y), outs=(y.dtype,), aliases=((1, 0),) if in_place else ())
     return out
 
 
-def _axpy_forward(call: Call, a: Any, x: Any, y: Any) -> tuple[jax.Array, Saved]:
+def _axpy_forward(call: Call, in_place: bool, a: Any, x: Any, y: Any) -> tuple[jax.Array, Saved]:
     # Not in y's buffer: in a program that is differentiated, what came before y has mostly saved it for its gradient.
-    (out,) = _run(call, blocks.axpy, a.value, (x.value, y.value), outs=(y.value.dtype,))
-    return out, Saved.of(a, x)
+    return _axpy(call, False, a.value, x.value, y.value), Saved.of(a, x)
 
 
-def _axpy_backward(call: Call, saved: Saved, g: Any) -> tuple[Any, Any, Any]:
+def _axpy_backward(call: Call, in_place: bool, saved: Saved, g: Any) -> tuple[Any, Any, Any]:
     if isinstance(g, SymbolicZero):
         return None, None, None
     return *_gradients(call, saved, g), g
@@ -172,7 +172,7 @@ def _scale_and_dot_forward(call: Call, dtype: Any, a: jax.Array, g: jax.Array, x
 def _scale_and_dot_backward(call: Call, dtype: Any, saved: Any, gradients: Any) -> tuple[Any, Any, Any]:
     (a, g, x), (u, v) = saved, gradients
     au, ug = _scale_and_dot(call, g.dtype, a, u, g)
-    return partitioning.like(ug, a), _axpy(call, v, x, au), _scale(call, x.dtype, v, g)
+    return partitioning.like(ug, a), _axpy(call, True, v, x, au), _scale(call, x.dtype, v, g)
 
 
 _scale_and_dot.defvjp(_scale_and_dot_forward, _scale_and_dot_backward)
