@@ -159,5 +159,8 @@ def scale_by_lion(
 
 
 def _inverse_bias(decay: Any, count: Any) -> Any:
-    """1/(1 - decay**count): what an average over `count` steps that began at 0 must be multiplied by."""
-    return 1 / (1 - jnp.asarray(decay, jnp.float32) ** count)
+    """1/(1 - decay**count): what an average over `count` steps that began at 0 must be multiplied by.
+
+    By Optax's own function: where decay is near 1, another way to raise it to a power changes the fifth digit.
+    """
+    return optax.tree.bias_correction(jnp.float32(1), decay, count)

@@ -38,6 +38,10 @@ class TiledTransformation(optax.GradientTransformationExtraArgs):
       step: `step(grads, state, params, **extra_args) -> (params, state)`: `update` and `apply_updates` together, in one
         pass if the whole is a chain of links, in place where `state` and `params` are donated.
 
+    `jax.jit` gives donated buffers to results of the same shape in the order in which both come. A training step must
+    therefore return what it donates in the order of its arguments, `train_step(params, state, batch) -> (params, state,
+    loss)`: crossed, every parameter and every state is copied before the kernel. So don't jit `step` itself.
+
     On a mesh with Auto axes both take an extra argument `specs`: a tree of the parameters' PartitionSpecs, or a prefix
     of it.
     """
