@@ -83,8 +83,8 @@ def check_array(value: Any, what: str) -> jax.Array:
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind not in "fV":
         check_dtype(value.dtype, what)
     array = jnp.asarray(value)
-    if array.weak_type and array.dtype == jnp.float64:  # a Python float that JAX traces, with 64-bit types on
-        array = array.astype(jnp.float32)
+    if getattr(array, "weak_type", False):  # a Python float that JAX traces: float64 with 64-bit types on
+        array = array.astype(jnp.float32 if array.dtype == jnp.float64 else array.dtype)
     check_dtype(array.dtype, what)
     return array
 
