@@ -209,7 +209,7 @@ def _launch(
         call, coefficients, arrays = call.placed(coefficients, arrays, spec=spec)
     except ValueError as refusal:
         raise ValueError(f"updates{where}: {refusal}") from None
-    return _run(call, operation, coefficients, arrays)
+    return _traced_once(call, operation, coefficients, arrays)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -227,6 +227,10 @@ def _run_jvp(call: Call, operation: Operation, primals: Any, tangents: Any) -> t
         return outs if summed is None else (*outs, jnp.sum(summed, keepdims=True))
 
     return _run(call, operation, *primals), jax.jvp(plain, primals, tangents)[1]
+
+
+# However many leaves share a shape, their rules are traced once.
+_traced_once = jax.jit(_run, static_argnums=(0, 1), inline=True)
 
 
 def check_leaf(value: Any, what: str, shape: tuple[int, ...] | None = None) -> jax.Array:
