@@ -1,41 +1,412 @@
+"""The NNX layers against Linen's, Flax's own Dropout, and under transforms a plain module of the same state."""
+
+import inspect
+
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
+import orbax.checkpoint as ocp
 import pytest
+from flax import linen as nn
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import tiledops
-import tiledops.linen
-import tiledops.nnx
+from tiledops import linen
+from tiledops.nnx import Axpy, LayerScale, Residual, ReZero, StochasticDepth
+
+KEY = jax.random.key(0)
+
+# float32 through a few layers of a few dozen terms each, summed in another order.
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 @pytest.fixture(autouse=True)
-def reference():
+def _reference():
     """Breadth runs in plain jnp; the tests that need a kernel say so."""
     with tiledops.use_config(mode="reference"):
         yield
 
 
-def operands(shape=(3, 5), dtypes=(jnp.float32, jnp.float32), seed=0):
-    keys = jax.random.split(jax.random.key(seed))
-    return tuple(jax.random.normal(key, shape, dtype) for key, dtype in zip(keys, dtypes, strict=True))
+@pytest.fixture
+def no_kernels(monkeypatch):
+    def refused(*args, **kwargs):
+        raise AssertionError("a kernel was traced")
+
+    monkeypatch.setattr("tiledops.gates.axpy", refused)
 
 
-@pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16])
+def operands(shape=(3, 5), branch=np.float32, residual=np.float32, seed=0):
+    random = np.random.default_rng(seed)
+    return jnp.asarray(random.standard_normal(shape), branch), jnp.asarray(random.standard_normal(shape), residual)
+
+
+def call(layer, *args, **options):
+    """`layer(...)`, compiled: the reference is a dozen operations, each compiled apart if not."""
+    return nnx.jit(lambda layer, *args: layer(*args, **options))(layer, *args)
+
+
+def same(got, wanted):
+    oracle.assert_same_bits(got, np.asarray(wanted))
+
+
+# The same as in Linen
+
+
+@pytest.mark.parametrize("name", ["Axpy", "ReZero", "LayerScale", "StochasticDepth", "Residual"])
+def test_names_arguments_and_defaults_are_linens(name):
+    """But for what the flavours do differently in Flax too: rngs here, name and parent there, and in Dropout that
+    `deterministic` is False here and open there."""
+    ours, theirs = (
+        {
+            parameter.name: (parameter.kind, parameter.default)
+            for parameter in inspect.signature(getattr(module, name).__init__).parameters.values()
+            if parameter.name not in ("rngs", "parent", "name")
+        }
+        for module in (tiledops.nnx, linen)
+    )
+    if "deterministic" in ours:
+        dropouts = [
+            inspect.signature(kind.__init__).parameters["deterministic"].default for kind in (nnx.Dropout, nn.Dropout)
+        ]
+        assert [ours.pop("deterministic")[1], theirs.pop("deterministic")[1]] == dropouts
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.float32, "bfloat16"])
 @pytest.mark.parametrize("residual_dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("branch_dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("features", [None, 5])
-def test_linen_and_nnx_agree_bit_for_bit(features, branch_dtype, residual_dtype, dtype):
-    branch, residual = operands(dtypes=(branch_dtype, residual_dtype))
-    layer = tiledops.nnx.Axpy(features, gain_init=nnx.initializers.normal(), dtype=dtype, rngs=nnx.Rngs(0))
-    out = layer(branch, residual)
-    variables = {"params": {"gain": layer.gain[...]}}
-    wanted = tiledops.linen.Axpy(features, dtype=dtype).apply(variables, branch, residual)
-    assert out.dtype == wanted.dtype == (dtype or residual_dtype)
-    np.testing.assert_array_equal(np.asarray(out), np.asarray(wanted))
+def test_results_are_linens_bit_for_bit(branch_dtype, residual_dtype, dtype):
+    branch, residual = operands((6, 5), branch_dtype, residual_dtype)
+    gain = jax.random.normal(KEY, (5,))
+
+    for ours, theirs in [
+        (Axpy(5, dtype=dtype, rngs=nnx.Rngs(0)), linen.Axpy(5, dtype=dtype)),
+        (
+            StochasticDepth(0.5, features=5, learnable=True, dtype=dtype, rngs=nnx.Rngs(0)),
+            linen.StochasticDepth(0.5, features=5, learnable=True, dtype=dtype, deterministic=False),
+        ),
+    ]:
+        ours.gain[...] = gain
+        at_random = isinstance(ours, StochasticDepth)
+        got = call(ours, branch, residual, **({"rngs": KEY} if at_random else {}))
+        wanted = jax.jit(theirs.apply)(
+            {"params": {"gain": gain}}, branch, residual, **({"rng": KEY} if at_random else {})
+        )
+        assert got.dtype == (dtype or residual_dtype)
+        same(got, wanted)
 
 
-def test_gains_start_as_they_are_named():
-    for kind, start in [(tiledops.nnx.Axpy, 1.0), (tiledops.nnx.ReZero, 0.0)]:
-        np.testing.assert_array_equal(kind(rngs=nnx.Rngs(0)).gain[...], np.float32(start))
-        np.testing.assert_array_equal(kind(3, rngs=nnx.Rngs(0)).gain[...], np.full(3, start, np.float32))
+def test_initial_parameters_are_linens():
+    h = operands()[0]
+    layers = [
+        (ReZero(rngs=nnx.Rngs(0)), linen.ReZero()),
+        (LayerScale(5, rngs=nnx.Rngs(0)), linen.LayerScale(5)),
+        (LayerScale(5, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)), linen.LayerScale(5, param_dtype=jnp.bfloat16)),
+        (Axpy(learnable=False), linen.Axpy(learnable=False)),
+        (StochasticDepth(0.5, deterministic=True), linen.StochasticDepth(0.5, deterministic=True)),
+    ]
+    for ours, theirs in layers:
+        got = nnx.to_pure_dict(nnx.state(ours, nnx.Param))
+        wanted = theirs.init(KEY, h, h).get("params", {})
+        assert got.keys() == wanted.keys()
+        jax.tree.map(same, got, dict(wanted))
+
+
+def test_a_simulated_kernel_gives_the_same_bits():
+    branch, residual = operands((9, 130), jnp.bfloat16)
+    layer = Axpy(
+        130,
+        gain_init=nnx.initializers.normal(),
+        config=tiledops.PipelineConfig(block=(8, 128), mode="simulate"),
+        rngs=nnx.Rngs(0),
+    )
+    oracle.assert_same_bits(layer(branch, residual), oracle.axpy(layer.gain[...], branch, residual))
+    gradient = nnx.grad(lambda layer: layer(branch, residual).sum())(layer).gain[...]
+    oracle.assert_within(gradient, *oracle.da(layer.gain[...], branch, np.ones_like(residual)))
+
+
+def test_a_fixed_gain_is_no_state():
+    branch, residual = operands()
+    for gain_init in (nnx.initializers.constant(0.25), nnx.with_partitioning(nnx.initializers.constant(0.25), ("m",))):
+        layer = Axpy(gain_init=gain_init, learnable=False)
+        assert not nnx.to_pure_dict(nnx.state(layer))
+        oracle.assert_same_bits(call(layer, branch, residual), oracle.axpy(0.25, branch, residual))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda rngs: Axpy(4, rngs=rngs), ValueError, r"features=4 and shape \(3, 5\)"),
+        (lambda rngs: Axpy(-1, rngs=rngs), ValueError, "features must be .*; got -1"),
+        (lambda rngs: Axpy(), TypeError, r"needs rngs.*; got None. Pass rngs=nnx.Rngs\(0\)"),
+        (lambda rngs: Axpy(gain_init=0.5, rngs=rngs), TypeError, "initializers.constant"),
+        (lambda rngs: Axpy(dtype=jnp.float16, rngs=rngs), TypeError, "dtype must be float32 or bfloat16"),
+        (lambda rngs: Axpy(param_dtype=jnp.float16, rngs=rngs), TypeError, "param_dtype must be float32 or bfloat16"),
+        (
+            lambda rngs: Axpy(gain_init=nnx.initializers.normal(), learnable=False, rngs=rngs),
+            TypeError,
+            "learnable=False .*constant",
+        ),
+        (lambda rngs: StochasticDepth(-0.1, rngs=rngs), ValueError, "from 0 to 1; got -0.1"),
+        (lambda rngs: StochasticDepth(0.5, deterministic=None, rngs=rngs), ValueError, "needs deterministic"),
+        (lambda rngs: StochasticDepth(0.5), TypeError, r"it needs rngs.*got None.*eval\(\)"),
+        (lambda rngs: StochasticDepth(0.5, learnable=True, rngs=rngs["dropout"]), TypeError, "needs rngs"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_said(make, error, message):
+    with pytest.raises(error, match=message):
+        make(nnx.Rngs(0))(*operands())
+
+
+# Stochastic depth
+
+
+def test_it_drops_the_examples_that_dropout_drops():
+    branch, residual = operands((64, 2, 3))
+    ours, theirs = StochasticDepth(0.25, rngs=nnx.Rngs(7)), nnx.Dropout(0.25, broadcast_dims=(1, 2), rngs=nnx.Rngs(7))
+    for _ in range(2):
+        got, kept = call(ours, branch, residual), np.asarray(call(theirs, jnp.ones_like(branch))) != 0
+        survivors = oracle.axpy(np.float32(1) / np.float32(0.75), branch, residual)
+        oracle.assert_same_bits(got, np.where(kept, survivors, residual))
+
+
+def test_train_eval_and_view_switch_it():
+    branch, residual = operands((64, 1))
+    whole = oracle.axpy(1.0, branch, residual)
+    model = Residual(lambda h: branch, StochasticDepth(0.5, rngs=nnx.Rngs(0)))
+    assert np.any(call(model, residual) != whole)
+    model.eval()
+    same(call(model, residual), whole)
+    model.train()
+    assert np.any(call(model, residual) != whole)
+    same(call(nnx.view(model, deterministic=True), residual), whole)
+    same(call(model.gate, branch, residual, deterministic=True), whole)
+
+
+def test_random_keys_are_as_dropouts():
+    branch, residual = operands((64, 1))
+    by_key = StochasticDepth(0.5)(branch, residual, rngs=KEY)
+    depth = StochasticDepth(0.5, rng_collection="depth", rngs=nnx.Rngs(depth=0))
+    for rngs in (nnx.Rngs(depth=KEY), nnx.Rngs(depth=KEY)["depth"]):
+        expected = StochasticDepth(0.5)(branch, residual, rngs=nnx.Rngs(depth=KEY)["depth"]())
+        same(depth(branch, residual, rngs=rngs), expected)
+    assert np.any(by_key != depth(branch, residual))
+    assert np.any(depth(branch, residual) != depth(branch, residual))
+
+
+# Transforms: one network with our gate and with a plain one, on the same state
+
+
+class Plain(nnx.Module):
+    """What somebody writes by hand."""
+
+    def __init__(self, features=None, *, gain_init, rngs):
+        self.gain = nnx.Param(gain_init(rngs.params(), () if features is None else (features,), jnp.float32))
+
+    def __call__(self, branch, residual):
+        return self.gain[...] * branch + residual
+
+
+class Block(nnx.Module):
+    def __init__(self, gate, rngs):
+        self.body = nnx.Linear(5, 5, rngs=rngs)
+        self.gate = gate(5, gain_init=nnx.initializers.normal(1.0), rngs=rngs)
+
+    def __call__(self, h):
+        return self.gate(self.body(jnp.sin(h)), h)
+
+
+def one(gate):
+    return Block(gate, nnx.Rngs(0))
+
+
+def stack(gate):
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap
+    def make(rngs):
+        return Block(gate, rngs)
+
+    return make(nnx.Rngs(0))
+
+
+def called(model, h):
+    return model(h)
+
+
+def merged(model, h):
+    return nnx.merge(*nnx.split(model))(h)
+
+
+def mapped(model, h):
+    return nnx.vmap(called, in_axes=(None, 0))(model, h)
+
+
+def mapped_models(model, h):
+    return nnx.vmap(called)(model, h)
+
+
+rematerialised = nnx.remat(called)
+
+
+@nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+def scanned(model, h):
+    return model(h)
+
+
+@nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+def rematerialised_scan(model, h):
+    return rematerialised(model, h)
+
+
+TRANSFORMS = {
+    called: one,
+    merged: one,
+    mapped: one,
+    rematerialised: one,
+    mapped_models: stack,
+    scanned: stack,
+    rematerialised_scan: stack,
+}
+
+
+def loss_and_gradients(transform, model, h):
+    def loss(model, h):
+        out = transform(model, h)
+        return jnp.sum(jnp.cos(out)), out
+
+    (value, out), (of_model, of_h) = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True))(model, h)
+    return value, out, nnx.to_pure_dict(of_model), of_h
+
+
+def assert_as_plain(transform, mode):
+    ours, plain = (TRANSFORMS[transform](gate) for gate in (Axpy, Plain))
+    jax.tree.map(same, *(nnx.to_pure_dict(nnx.state(model, nnx.Param)) for model in (ours, plain)))
+    h = operands()[0]
+    with tiledops.use_config(mode=mode):
+        got = loss_and_gradients(transform, ours, h)
+    wanted = loss_and_gradients(transform, plain, h)
+    jax.tree.map(lambda got, wanted: np.testing.assert_allclose(got, wanted, **CLOSE), got, wanted)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda f: getattr(f, "__name__", "rematerialised"))
+def test_transforms_as_a_plain_module(transform):
+    assert_as_plain(transform, "reference")
+
+
+@pytest.mark.parametrize("transform", [mapped_models, rematerialised_scan], ids=lambda f: f.__name__)
+def test_transforms_in_simulation(transform):
+    assert_as_plain(transform, "simulate")
+
+
+def test_a_scan_over_layers_of_growing_rate():
+    """Each layer has its own random stream and its own rate, an array."""
+
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap
+    def make(rate, rngs):
+        return StochasticDepth(rate, rngs=rngs)
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+    def run(h, layer):
+        return h, layer(jnp.ones_like(h), jnp.zeros_like(h))[:, 0]
+
+    layers = make(jnp.array([0.0, 0.5, 1.0]), nnx.Rngs(0))
+    _, gains = run(jnp.ones((32, 2)), layers)
+    np.testing.assert_array_equal(gains[0], np.ones(32))
+    assert set(np.unique(gains[1])) == {0.0, 2.0}
+    np.testing.assert_array_equal(gains[2], np.zeros(32))
+    assert np.any(run(jnp.ones((32, 2)), layers)[1][1] != gains[1])
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_making_a_model_traces_no_kernel():
+    abstract = nnx.eval_shape(lambda: Block(LayerScale, nnx.Rngs(0)))
+    assert abstract.gate.gain.shape == (5,)
+    one(Axpy)
+
+
+def test_display_and_tabulate_show_the_layer_and_its_parameter():
+    layer = LayerScale(5, rngs=nnx.Rngs(0))
+    assert "LayerScale" in str(layer)
+    assert "gain=Param" in str(layer)
+    table = nnx.tabulate(layer, *operands(), console_kwargs={"width": 200, "no_color": True})
+    (row,) = [line for line in table.splitlines() if "gain" in line]
+    assert "LayerScale" in row
+    assert "[5]" in row
+
+
+# Bridges
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_the_bridge_initialises_linens_layers_without_a_kernel():
+    layer = nnx.bridge.ToNNX(linen.LayerScale(5), rngs=nnx.Rngs(0)).lazy_init(*operands())
+    np.testing.assert_array_equal(layer.gain[...], np.full(5, 1e-5, np.float32))
+
+
+def test_bridges_give_the_same_bits():
+    branch, residual = operands()
+    theirs = nnx.bridge.ToNNX(linen.LayerScale(5), rngs=nnx.Rngs(0)).lazy_init(branch, residual)
+    ours = LayerScale(5, rngs=nnx.Rngs(0))
+    same(call(theirs, branch, residual), call(ours, branch, residual))
+    wrapped = nnx.bridge.to_linen(LayerScale, 5)
+    variables = jax.jit(wrapped.init)(KEY, branch, residual)
+    assert jax.tree.map(jnp.shape, nn.unbox(variables)["params"]) == {"gain": (5,)}
+    same(jax.jit(wrapped.apply)(variables, branch, residual), call(ours, branch, residual))
+
+
+# Sharding
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_partitioned_gain_is_sharded_as_it_is_made(kind):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+    branch, residual = operands((8, 3, 4))
+    wanted = oracle.axpy(1.0, branch, residual)
+    gain_init = nnx.with_partitioning(nnx.initializers.ones, ("model",))
+    with jax.set_mesh(mesh):
+        layer = LayerScale(4, gain_init=gain_init, rngs=nnx.Rngs(0))
+        assert layer.gain[...].sharding.spec == P("model")
+        assert nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(layer))) == {"gain": P("model")}
+        sharding = NamedSharding(mesh, P("data", None, "model"))
+        x, y = jax.device_put((branch, residual), sharding)
+        got = call(layer, x, y)
+        assert got.sharding.is_equivalent_to(sharding, 3)
+        oracle.assert_same_bits(got, wanted)
+        logical = nnx.with_partitioning(nnx.initializers.ones, ("embed",), sharding_rules=(("embed", "model"),))
+        layer = LayerScale(4, gain_init=logical, rngs=nnx.Rngs(0))
+        assert layer.gain[...].sharding.spec == P("model")
+
+
+# Checkpoints
+
+
+def test_checkpoints_go_between_a_plain_module_and_both_flavours(tmp_path):
+    """By the obvious names, through orbax: a plain module's into NNX's and Linen's layer, and back."""
+    plain = one(Plain)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "plain", nnx.to_pure_dict(nnx.state(plain)))
+        checkpointer.wait_until_finished()
+        ours = nnx.eval_shape(lambda: one(Axpy))
+        graph, abstract = nnx.split(ours)
+        restored = checkpointer.restore(tmp_path / "plain", nnx.to_pure_dict(abstract))
+        nnx.replace_by_pure_dict(abstract, restored)
+        ours = nnx.merge(graph, abstract)
+        same(ours.gate.gain[...], plain.gate.gain[...])
+
+        in_linen = linen.Residual(nn.Dense(5), linen.Axpy(5))
+        h = operands()[0]
+        abstract = jax.eval_shape(in_linen.init, KEY, h)["params"]
+        params = checkpointer.restore(tmp_path / "plain", abstract)
+        same(in_linen.apply({"params": params}, h), ours.gate(ours.body(h), h))
+
+        checkpointer.save(tmp_path / "ours", params)
+        checkpointer.wait_until_finished()
+        back = checkpointer.restore(tmp_path / "ours", nnx.to_pure_dict(nnx.state(plain)))
+        jax.tree.map(same, back, nnx.to_pure_dict(nnx.state(plain)))
+    assert flax.serialization.from_bytes(params, flax.serialization.to_bytes(params)).keys() == {"body", "gate"}

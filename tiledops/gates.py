@@ -6,7 +6,7 @@ Pure JAX: what is Flax about them, parameters and random streams, is in `linen.p
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +72,7 @@ def add(
     branch: Any,
     residual: Any,
     *,
+    drop: Drop | None = None,
     dtype: Any = None,
     config: PipelineConfig | None = None,
     spec: Any = None,
@@ -82,6 +83,8 @@ def add(
     While a model initialises, plain jnp does it: its values are hardly used, and no kernel is traced for them.
     """
     branch, residual = _operands(gain, branch, residual, dtype)
+    if drop is not None:
+        gain, branch = _dropped(drop, gain, branch)
     if initializing:
         gain, branch, residual = contract.check_operands(gain, branch, residual)
         return _plain(gain, branch, residual)
@@ -127,17 +130,24 @@ def never_drops(rate: Any) -> bool:
     return isinstance(rate, (int, float)) and rate == 0.0
 
 
-def drop(key: jax.Array, rate: Any, gain: Any, branch: Any, *, per_example: bool) -> tuple[jax.Array, jax.Array]:
+class Drop(NamedTuple):
+    """A draw of stochastic depth: a random key, the probability to drop, and whether each example has its own."""
+
+    key: jax.Array
+    rate: Any
+    per_example: bool
+
+
+def _dropped(drop: Drop, gain: Any, branch: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The gain and the branch of this step, so that gain*branch keeps its mean and a dropped branch leaves no trace.
 
     A gain of 0 would not do: 0*nan is nan. So the dropped branch is replaced, in the pass that writes the branch, by
     the zero of the gain's opposite sign: their product is -0.0, the one number that added to any other, to 0.0 and
     -0.0 too, changes no bit.
     """
-    branch, gain = contract.check_array(branch, "branch"), jnp.asarray(gain, jnp.float32)
-    kept = 1.0 - rate
-    shape, sharding = _mask(branch, per_example)
-    mask = jax.random.bernoulli(key, kept, shape, out_sharding=sharding)
+    gain, kept = jnp.asarray(gain, jnp.float32), 1.0 - drop.rate
+    shape, sharding = _mask(branch, drop.per_example)
+    mask = jax.random.bernoulli(drop.key, kept, shape, out_sharding=sharding)
     zero = -jnp.copysign(jnp.float32(0.0), jax.lax.stop_gradient(gain)).astype(branch.dtype)
     return gain / jnp.where(kept > 0.0, kept, 1.0).astype(gain.dtype), jnp.where(mask, branch, zero)
 

@@ -72,13 +72,14 @@ class Axpy(nn.Module, kw_only=True):
         Raises:
           TypeError, ValueError: an operand that `tiledops.axpy` refuses; a last axis that is not `features`.
         """
-        return self._add(self.gain, branch, residual)
+        return self._add(branch, residual)
 
-    def _add(self, gain: Any, branch: jax.Array, residual: jax.Array) -> jax.Array:
+    def _add(self, branch: jax.Array, residual: jax.Array, drop: gates.Drop | None = None) -> jax.Array:
         return gates.add(
-            gain,
+            self.gain,
             branch,
             residual,
+            drop=drop,
             dtype=self.dtype,
             config=self.config,
             spec=self.spec,
@@ -172,10 +173,9 @@ class StochasticDepth(Axpy, kw_only=True):
         """
         deterministic = nn.merge_param("deterministic", self.deterministic, deterministic)
         if deterministic or gates.never_drops(self.rate):
-            return self._add(self.gain, branch, residual)
+            return self._add(branch, residual)
         key = self.make_rng(self.rng_collection) if rng is None else rng
-        gain, branch = gates.drop(key, self.rate, self.gain, branch, per_example=self.per_example)
-        return self._add(gain, branch, residual)
+        return self._add(branch, residual, gates.Drop(key, self.rate, self.per_example))
 
 
 class Residual(nn.Module):

@@ -78,16 +78,15 @@ class Axpy(nnx.Module):
         Raises:
           TypeError, ValueError: an operand that `tiledops.axpy` refuses; a last axis that is not `features`.
         """
-        return self._add(self._gain(), branch, residual)
+        return self._add(branch, residual)
 
-    def _gain(self) -> Any:
+    def _add(self, branch: jax.Array, residual: jax.Array, drop: gates.Drop | None = None) -> jax.Array:
         if self.gain is not None:
-            return self.gain[...]
-        gain = gates.new_gain(self.gain_init, None, self.features, self.param_dtype)
-        return gain.raw_value if isinstance(gain, nnx.VariableMetadata) else gain
-
-    def _add(self, gain: Any, branch: jax.Array, residual: jax.Array) -> jax.Array:
-        return gates.add(gain, branch, residual, dtype=self.dtype, config=self.config, spec=self.spec)
+            gain = self.gain[...]
+        else:
+            gain = gates.new_gain(self.gain_init, None, self.features, self.param_dtype)
+            gain = gain.raw_value if isinstance(gain, nnx.VariableMetadata) else gain
+        return gates.add(gain, branch, residual, drop=drop, dtype=self.dtype, config=self.config, spec=self.spec)
 
 
 class ReZero(Axpy):
@@ -210,7 +209,7 @@ class StochasticDepth(Axpy):
             spec=spec,
             rngs=rngs,  # type: ignore[arg-type]  # a stream alone has no key for a parameter, and is refused if one is needed
         )
-        self.rate = rate
+        self.rate = nnx.data(rate) if isinstance(rate, jax.Array) else rate
         self.per_example = per_example
         self.deterministic = deterministic
         self.rng_collection = rng_collection
@@ -242,10 +241,9 @@ class StochasticDepth(Axpy):
         if deterministic is None:
             raise ValueError("StochasticDepth needs deterministic=True or False, in the constructor or in the call")
         if deterministic or gates.never_drops(self.rate):
-            return self._add(self._gain(), branch, residual)
+            return self._add(branch, residual)
         key = self._key(self.rngs if rngs is None else rngs)
-        gain, branch = gates.drop(key, self.rate, self._gain(), branch, per_example=self.per_example)
-        return self._add(gain, branch, residual)
+        return self._add(branch, residual, gates.Drop(key, self.rate, self.per_example))
 
     def _key(self, rngs: Any) -> jax.Array:
         if isinstance(rngs, nnx.Rngs):
