@@ -90,8 +90,8 @@ class Block(nnx.Module):
         self.norm = nnx.RMSNorm(width, use_scale=False, rngs=rngs)
         self.qkv = nnx.Linear(width, 3 * width, use_bias=False, rngs=rngs)
         self.project = nnx.Linear(width, width, use_bias=False, rngs=rngs)
-        self.up = nnx.Linear(width, 4 * width, use_bias=False, rngs=rngs)
-        self.down = nnx.Linear(4 * width, width, use_bias=False, rngs=rngs)
+        self.up = nnx.Linear(width, 2 * width, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(2 * width, width, use_bias=False, rngs=rngs)
         self.attention_gate = library.gate(rngs=rngs)
         self.mlp_gate = library.gate(rngs=rngs)
 
