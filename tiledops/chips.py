@@ -133,7 +133,7 @@ def prepare_simulator() -> None:
             registry.setdefault(kind, simulated_info)
     effects = importlib.import_module("jax._src.effects")
     callbacks = importlib.import_module("jax._src.callback")
-    for effect in (callbacks._IOEffect, callbacks._OrderedIOEffect):
+    for effect in (callbacks.IOEffect, callbacks.OrderedIOEffect):
         effects.remat_allowed_effects.add_type(effect)
 
 

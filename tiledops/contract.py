@@ -59,6 +59,15 @@ def check_config(config: Any, kind: type) -> None:
         raise TypeError(f"config must be a tiledops.PipelineConfig or None; got {config!r}")
 
 
+def check_shape(shape: Any) -> tuple[int, ...]:
+    rule = "shape must be a tuple of positive integers"
+    if not isinstance(shape, Sequence) or not all(isinstance(n, (int, np.integer)) for n in shape):
+        raise TypeError(f"{rule}; got {shape!r}")
+    if any(n <= 0 for n in shape):
+        raise ValueError(f"{rule}; got {shape!r}")
+    return tuple(map(int, shape))
+
+
 def check_dtype(dtype: Any, what: str) -> jnp.dtype:
     """float32 and bfloat16 alone. No TPU generation compiles float16, though the simulator would run it, and 8-byte
     types hang Pallas's tiling inference, so that what is not known to work is refused in every mode alike."""

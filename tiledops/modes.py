@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -54,13 +55,19 @@ def for_tpu(x: jax.Array) -> jax.Array:
     return _for_tpu.bind(x)
 
 
-def _refuse(context: Any, operand: Any) -> Any:
+@_for_tpu.def_impl
+def _eager(x: jax.Array) -> jax.Array:
+    platforms = sorted({device.platform for device in x.devices()})
+    return x if platforms == [TPU] else _refuse(platforms)
+
+
+def _refuse(platforms: Sequence[str]) -> Any:
     raise RuntimeError(
         "mode='tpu' runs on TPU only and never falls back; this program is being lowered for "
-        f"{' and '.join(context.module_context.platforms)}. Use mode='simulate' (Pallas interprets the kernel) or "
+        f"{' and '.join(platforms)}. Use mode='simulate' (Pallas interprets the kernel) or "
         "mode='reference' (plain jnp) here, or compile ahead of time for a TPU topology."
     )
 
 
-mlir.register_lowering(_for_tpu, _refuse)
+mlir.register_lowering(_for_tpu, lambda context, operand: _refuse(context.module_context.platforms))
 mlir.register_lowering(_for_tpu, lambda context, operand: [operand], platform="tpu")

@@ -85,6 +85,7 @@ class _Kernel:
         return run
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _reference(op: Operation, coefficients: Any, arrays: Any) -> tuple[jax.Array, ...]:
     outs, summed = op.block(coefficients, arrays, exact=True)
     results = tuple(out.astype(dtype) for out, dtype in zip(outs, op.outs, strict=True))
@@ -104,10 +105,10 @@ def _streamed(op: Operation, coefficients: Any, arrays: Any) -> tuple[jax.Array,
     view = layouts.view(shape, arrays[-1].dtype, apart=(*varying, kept_axes))
     # A coefficient lies in fast memory for the whole kernel if it varies along one axis of the view at most. Else it
     # is one more stream; and a sum that keeps more than one axis is taken of the streamed products, outside.
-    places = tuple(place(view, axes) for axes in varying)
-    kept = place(view, kept_axes)
-    summed_here = op.total is not None and kept is not STREAMED
-    products = op.total is not None and kept is STREAMED
+    places = tuple(place(view, axes, op.chip) for axes in varying)
+    kept = place(view, kept_axes, op.chip)
+    summed_here = op.total is not None and kept != STREAMED
+    products = op.total is not None and kept == STREAMED
     plan = tiling.plan(
         view.shape,
         tuple(x.dtype.itemsize for x in arrays) + (4,) * places.count(STREAMED),

@@ -17,19 +17,29 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tiledops import layouts
+from tiledops import chips, layouts
 from tiledops.layouts import LANES, SUBLANES
 from tiledops.tiling import TilePlan
 
 STREAMED = -1
 
+# The share of its memory that one vector may take: a gain and its gradient, twice buffered, then leave VMEM the rest of
+# what `tiling.VMEM_SHARE` leaves, and SMEM most of what it has.
+RESIDENT_SHARE = 1 / 16
 
-def place(view: layouts.View, axes: frozenset[int]) -> int | None:
-    """The axis of the view that a coefficient or a sum runs along; None for a scalar, STREAMED for anything else."""
+
+def place(view: layouts.View, axes: frozenset[int], info: pltpu.TpuInfo) -> int | None:
+    """The axis of the view that a coefficient or a sum runs along; None for a scalar, STREAMED for anything else: what
+    runs along several axes, or is too long to stay in the chip's fast memory for the whole kernel."""
     touched = [d for d, group in enumerate(view.groups) if axes & set(group)]
     if not touched:
         return None
-    return touched[0] if len(touched) == 1 and len(view.shape) > 1 else STREAMED
+    if len(touched) > 1 or len(view.shape) == 1:
+        return STREAMED
+    (axis,) = touched
+    scalars = axis < len(view.shape) - 2  # one number a tile, from SMEM
+    room = info.smem_capacity_bytes if scalars else chips.scoped_vmem_bytes(info)
+    return axis if 4 * view.shape[axis] <= RESIDENT_SHARE * room else STREAMED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +83,14 @@ class Tile:
         at: list[Any] = [0] * len(self.plan.shape)
         for axis, i in zip(self.plan.order, ids, strict=True):
             at[axis] = i
+        split, tiles = self.plan.split, self.plan.grid[self.plan.split]
         if self.plan.cores > 1:
-            # Where the tiles don't divide among the cores, the last core's last step stays on the last tile: the
-            # pipeline then neither loads nor stores, and `run` computes nothing.
-            split = self.plan.split
-            per_core = self.plan.steps[self.plan.order.index(split)]
-            at[split] = jnp.minimum(core * per_core + at[split], self.plan.grid[split] - 1)
+            at[split] = core * self.plan.steps[self.plan.order.index(split)] + at[split]
+        if tiles % self.plan.cores:
+            # The last core has steps without a tile of their own. They stay on its last tile: the pipeline then neither
+            # loads nor stores, and `run` computes nothing.
+            idle = at[split] >= tiles
+            at = [jnp.where(idle, n - 1, i) for i, n in zip(at, self.plan.grid, strict=True)]
         return tuple(at)
 
     def run(self, core: Any, ids: tuple[Any, ...], refs: Refs) -> None:

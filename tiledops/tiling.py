@@ -97,12 +97,12 @@ def plan_tiles(
       config: block and buffers; default: inside `use_config`, its fields, else chosen for the chip.
 
     Raises:
-      ValueError: an unknown chip, or a block that does not fit the chip's VMEM.
+      ValueError: an unknown chip, an empty shape, or a block that does not fit the chip's VMEM.
       TypeError: a dtype that is neither float32 nor bfloat16.
     """
     dtype = contract.check_dtype(jnp.dtype(dtype), "dtype")
     size = dtype.itemsize
-    view = layouts.view(tuple(shape), dtype)
+    view = layouts.view(contract.check_shape(shape), dtype)
     return plan(view.shape, (size, size), (size,), info=chips.chip_info(chip), config=resolve(config))
 
 
