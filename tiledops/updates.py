@@ -2,9 +2,8 @@
 
 A gradient transformation says what it does at this step as a list of stages. `run` flattens their trees and gives each
 leaf one fused pass: its gradient, its state and its parameter in; its new state and its update, or its new parameter,
-out. New state and new parameters take the buffers of the old. In a training step that is jitted and donates both,
-nothing is copied, whereas without the alias XLA would have to copy each result into the donated buffer; where the
-caller keeps the old arrays alive, XLA copies them first. The gradient's buffer is left alone: nobody donates it, and
+out. New state and new parameters are offered the buffers of the old, which a training step donates: without that XLA
+would have to copy each result into the donated buffer. The gradient's buffer is left alone: nobody donates it, and
 metrics often read it after the step.
 """
 
@@ -209,7 +208,7 @@ def _launch(
         call, coefficients, arrays = call.placed(coefficients, arrays, spec=spec)
     except ValueError as refusal:
         raise ValueError(f"updates{where}: {refusal}") from None
-    return _traced_once(call, operation, coefficients, arrays)
+    return _run(call, operation, coefficients, arrays)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -227,10 +226,6 @@ def _run_jvp(call: Call, operation: Operation, primals: Any, tangents: Any) -> t
         return outs if summed is None else (*outs, jnp.sum(summed, keepdims=True))
 
     return _run(call, operation, *primals), jax.jvp(plain, primals, tangents)[1]
-
-
-# However many leaves share a shape, their rules are traced once.
-_traced_once = jax.jit(_run, static_argnums=(0, 1), inline=True)
 
 
 def check_leaf(value: Any, what: str, shape: tuple[int, ...] | None = None) -> jax.Array:
