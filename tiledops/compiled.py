@@ -243,6 +243,9 @@ def _instructions(computations: dict[str, list[str]], name: str, times: int) -> 
         read, written = sum(map(_hbm_bytes, operands)), _hbm_bytes(match["shape"])
         if match["opcode"].endswith("-done"):
             read = written = 0  # counted at its start
+        elif match["opcode"] == "slice-start":  # reads a part of its operand; the result is (operand, part, semaphore)
+            part = [array for array in _ARRAY.finditer(match["shape"]) if array["dims"]][-1]
+            read, written = min(read, _tiled_bytes(part)), _hbm_bytes(part[0])
         elif match["opcode"].endswith("-start"):  # the result repeats the operands
             written = _hbm_bytes(match["shape"]) - read
         yield Instruction(match["opcode"], match["name"], match["shape"], read, max(0, written), times), line
@@ -250,19 +253,21 @@ def _instructions(computations: dict[str, list[str]], name: str, times: int) -> 
 
 def _hbm_bytes(shape: str) -> int:
     """Bytes of an array or a tuple of them in HBM, padded to its tiles; what lies in VMEM or SMEM is none."""
-    total = 0
-    for match in _ARRAY.finditer(shape):
-        tiling = match["tiling"] or ""
-        if "S(" in tiling or match["type"] in ("token", "pred", "u") or not re.search(r"\d", match["type"]):
-            continue
-        dims = [int(n) for n in match["dims"].split(",") if n] or [1]
-        order = [int(n) for n in (match["order"] or "").split(",") if n] or [0]
-        tile = re.search(r"T\(([\d,]+)\)", tiling)
-        for extent, axis in zip(reversed([int(n) for n in tile[1].split(",")]) if tile else [], order, strict=False):
-            dims[axis] = -(-dims[axis] // extent) * extent
-        digits = re.search(r"\d+", match["type"])
-        total += math.prod(dims) * int(digits[0] if digits else 0) // 8
-    return total
+    arrays = [match for match in _ARRAY.finditer(shape) if "S(" not in (match["tiling"] or "")]
+    return sum(map(_tiled_bytes, arrays))
+
+
+def _tiled_bytes(array: re.Match[str]) -> int:
+    """Bytes of an array, padded to its tiles."""
+    digits = re.search(r"\d+", array["type"])
+    if digits is None:  # a token; a predicate
+        return 0
+    dims = [int(n) for n in array["dims"].split(",") if n] or [1]
+    order = [int(n) for n in (array["order"] or "").split(",") if n] or [0]
+    tile = re.search(r"T\(([\d,]+)\)", array["tiling"] or "")
+    for extent, axis in zip(reversed([int(n) for n in tile[1].split(",")]) if tile else [], order, strict=False):
+        dims[axis] = -(-dims[axis] // extent) * extent
+    return math.prod(dims) * int(digits[0]) // 8
 
 
 def _kernel(instruction: Instruction, line: str) -> Kernel:

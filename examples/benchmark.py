@@ -1,0 +1,241 @@
+"""What tiledops costs beside XLA's own fusion, by the TPU compiler's account, on a machine with no TPU.
+
+    python examples/benchmark.py                      # all three parts, for five TPU generations
+    python examples/benchmark.py --part compile       # one part: compile, block or bytes
+    python examples/benchmark.py --part block --chips v5e tpu7x
+
+compile   seconds to trace, lower and compile fifty updates p + a*g, of GPT-2 small's shapes
+block     HBM bytes of a transformer block's training step, its residual adds by tiledops and by plain jnp
+bytes     HBM bytes of one scaled add and of its backward pass, shape by shape
+
+Nothing here runs: libtpu compiles ahead of time for chips that are not attached (pip install "tiledops[test]").
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.sharding import Mesh, NamedSharding
+
+import tiledops
+from tiledops import compiled
+
+CHIPS = tuple(compiled.HOSTS)
+F32, BF16 = jnp.float32, jnp.bfloat16
+
+
+def struct(shape: tuple[int, ...], dtype: Any = F32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def plain_axpy(a: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    """The same maths for XLA to fuse: in float32, rounded once."""
+    return (a * x.astype(F32) + y.astype(F32)).astype(y.dtype)
+
+
+WAYS: dict[str, Callable[..., jax.Array]] = {"tiledops": tiledops.axpy, "plain jnp": plain_axpy}
+
+
+# compile: an optimizer's updates
+
+EMBED = 768
+LAYER = (
+    [(EMBED,)] * 6
+    + [(3 * EMBED,), (4 * EMBED,)]
+    + [(EMBED, 3 * EMBED), (EMBED, EMBED), (EMBED, 4 * EMBED), (4 * EMBED, EMBED)]
+)
+LEAVES = [(50257, EMBED), (1024, EMBED), *LAYER * 4]  # 50 leaves of 9 shapes; twelve layers have the same nine
+
+
+def seconds_to_compile(axpy: Callable[..., jax.Array], chip: str) -> tuple[float, float]:
+    """Tracing and lowering, then compiling, with nothing remembered from before."""
+    jax.clear_caches()
+    leaves = [struct(shape) for shape in LEAVES]
+
+    def update(a: Any, gradients: Any, params: Any) -> Any:
+        return [axpy(a, g, p) for g, p in zip(gradients, params, strict=True)]
+
+    start = time.perf_counter()
+    lowered = compiled.lower_for(update, struct(()), leaves, leaves, chip=chip, donate_argnums=2)
+    middle = time.perf_counter()
+    lowered.compile()
+    return middle - start, time.perf_counter() - middle
+
+
+def compile_part(chips: list[str], tries: int) -> None:
+    print(f"\nSeconds to compile {len(LEAVES)} updates of {len(set(LEAVES))} shapes, the median of {tries} in turns")
+    print(f"{'chip':8}{'':12}{'trace + lower':>14}{'compile':>10}{'together':>10}")
+    for chip in chips:
+        compiled.topology_devices(chip)  # libtpu is loaded before the first try
+        times: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+        for _ in range(tries):
+            for way, axpy in WAYS.items():
+                times[way].append(seconds_to_compile(axpy, chip))
+        together = {way: statistics.median(map(sum, tries)) for way, tries in times.items()}
+        for way, tries_of_it in times.items():
+            first, second = (statistics.median(column) for column in zip(*tries_of_it, strict=True))
+            print(f"{chip:8}{way:12}{first:14.2f}{second:10.2f}{together[way]:10.2f}")
+        print(f"{chip:8}tiledops takes {together['tiledops'] / together['plain jnp']:.2f} of XLA's time")
+
+
+# block: a residual in its model
+
+TOKENS, SEQUENCE, FEATURES, HEADS, HIDDEN = 8192, 1024, 1024, 16, 4096
+MODEL_CHIPS = 4  # of the tensor-parallel mesh
+ENDS = ("matmul", "psum", "kernel")
+
+PARAMETERS = {  # and the axis that tensor parallelism shards
+    "query_key_value": ((FEATURES, 3, FEATURES), 2),
+    "attention_out": ((FEATURES, FEATURES), 0),
+    "up": ((FEATURES, HIDDEN), 1),
+    "down": ((HIDDEN, FEATURES), 0),
+}
+GAINS = ("attention_gain", "mlp_gain")
+
+
+def training_step(params: Any, x: jax.Array, *, axpy: Callable[..., jax.Array], end: str, learnable: bool) -> Any:
+    """One step of gradient descent on a pre-norm block, and the gradient of its input."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.square(block(params, x, axpy, end, learnable).astype(F32)))
+
+    gradients, dx = jax.grad(loss, (0, 1))(params, x)
+    return jax.tree.map(lambda p, g: (p - 1e-3 * g).astype(p.dtype), params, gradients), dx
+
+
+def block(params: Any, x: jax.Array, axpy: Callable[..., jax.Array], end: str, learnable: bool) -> jax.Array:
+    gains = [params[name] if learnable else 1.0 for name in GAINS]
+    x = axpy(gains[0], finish(attention(params, normalize(x)), params["attention_out"], end), x)
+    hidden = jax.nn.gelu(normalize(x) @ params["up"])
+    return axpy(gains[1], finish(hidden, params["down"], end), x)
+
+
+def normalize(x: jax.Array) -> jax.Array:
+    x32 = x.astype(F32)
+    return (x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), -1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+
+def attention(params: Any, x: jax.Array) -> jax.Array:
+    sequences = x.reshape(-1, SEQUENCE, FEATURES)
+    heads = jnp.einsum("bsf,fcd->cbsd", sequences, params["query_key_value"])
+    q, k, v = heads.reshape(*heads.shape[:-1], -1, FEATURES // HEADS)
+    mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    return mixed.reshape(x.shape[0], -1)
+
+
+def finish(x: jax.Array, weight: jax.Array, end: str) -> jax.Array:
+    """The branch's last matmul, and what the residual add follows."""
+    if end == "kernel":
+        return kernel_matmul(x, weight)
+    return x @ weight  # over a mesh, the weight's rows are sharded, and XLA sums the chips' parts
+
+
+@jax.custom_vjp
+def kernel_matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """A matmul by a kernel, as many a branch ends in one: XLA can't fuse an add into it."""
+    rows, cols = 256, 256
+    return pl.pallas_call(
+        lambda x, w, out: out.__setitem__(..., jnp.dot(x[...], w[...], preferred_element_type=F32).astype(out.dtype)),
+        grid=(x.shape[0] // rows, weight.shape[1] // cols),
+        in_specs=[
+            pl.BlockSpec((rows, x.shape[1]), lambda i, j: (i, 0)),
+            pl.BlockSpec((weight.shape[0], cols), lambda i, j: (0, j)),
+        ],
+        out_specs=pl.BlockSpec((rows, cols), lambda i, j: (i, j)),
+        out_shape=struct((x.shape[0], weight.shape[1]), x.dtype),
+        name="matmul",
+    )(x, weight)
+
+
+kernel_matmul.defvjp(
+    lambda x, weight: (kernel_matmul(x, weight), (x, weight)),
+    lambda saved, g: (g @ saved[1].T, saved[0].T @ g),
+)
+
+
+def block_report(way: str, end: str, chip: str, learnable: bool) -> compiled.Report:
+    """Of one chip's program."""
+    axpy, mesh = WAYS[way], Mesh(np.array(compiled.topology_devices(chip)[:1]), ("model",))
+    if end == "psum":
+        mesh = Mesh(np.array(compiled.topology_devices(chip)[:MODEL_CHIPS]), ("model",))
+        axpy = functools.partial(axpy, spec=jax.P()) if axpy is tiledops.axpy else axpy
+
+    def placed(shape: tuple[int, ...], dtype: Any, axis: int | None = None) -> Any:
+        spec = jax.P() if axis is None else jax.P(*[None] * axis, "model")
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    params = {name: placed(shape, BF16, axis) for name, (shape, axis) in PARAMETERS.items()}
+    params |= {name: placed((), F32) for name in GAINS} if learnable else {}
+    step = functools.partial(training_step, axpy=axpy, end=end, learnable=learnable)
+    return compiled.compile_for(step, params, placed((TOKENS, FEATURES), BF16), chip=chip, donate_argnums=(0, 1))
+
+
+def block_part(chips: list[str], gains: list[str]) -> None:
+    print(f"\nHBM megabytes of a block's training step: {TOKENS} tokens, {FEATURES} features, bfloat16, of one chip")
+    print(f"matmul: a branch ends in a matmul; psum: in its sum over {MODEL_CHIPS} chips; kernel: in another kernel")
+    print(f"{'chip':8}{'ends in':10}{'gain':12}{'tiledops':>10}{'plain jnp':>10}{'difference':>12}")
+    for chip in chips:
+        for end in ENDS:
+            for gain in gains:
+                ours, plain = (block_report(way, end, chip, gain == "learnable").hbm_bytes for way in WAYS)
+                row = f"{chip:8}{end:10}{gain:12}{ours / 1e6:10.0f}{plain / 1e6:10.0f}{ours / plain - 1:+12.1%}"
+                print(row, flush=True)
+
+
+# bytes: one operation
+
+SHAPES = [
+    *[(8192, 4096), (50257, 768), (768, 2304), (1000, 3), (3, 1000), (512, 10), (1001, 3001), (1, 257), (257, 1)],
+    *[(7,), (4096,), (5000,), (), (16, 7, 512), (8, 128, 1024), (2, 3, 5, 7), (3, 3, 64, 128), (7, 7, 3, 64)],
+    (1, 1, 512, 2048),
+]
+
+
+def operations(shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], Callable[..., Any]]]:
+    """Name, shape of the gain, and what to compile of an axpy."""
+    gradients = lambda op: lambda a, x, y: jax.vjp(op, a, x, y)[1](y)[:2]  # noqa: E731
+    yield "forward", (), lambda op: op
+    yield "backward", (), gradients
+    if shape:
+        yield "backward, a gain a feature", shape[-1:], gradients
+
+
+def bytes_part(chips: list[str]) -> None:
+    print("\nHBM bytes of a*x + y and of the gradients of a and x: tiledops / plain jnp")
+    for dtype in (F32, BF16):
+        for shape in SHAPES:
+            for name, gain, of in operations(shape):
+                args = (struct(gain), struct(shape, dtype), struct(shape, dtype))
+                pairs = []
+                for chip in chips:
+                    ours, plain = (compiled.compile_for(of(op), *args, chip=chip).hbm_bytes for op in WAYS.values())
+                    pairs.append(f"{chip} {ours:,} / {plain:,} ({ours / plain:.2f})")
+                print(f"{jnp.dtype(dtype).name:9}{shape!s:18}{name}: {'; '.join(pairs)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=["compile", "block", "bytes", "all"], default="all")
+    parser.add_argument("--chips", nargs="+", choices=CHIPS, default=list(CHIPS))
+    parser.add_argument("--gains", nargs="+", choices=["learnable", "1"], default=["learnable"], help="of the block")
+    parser.add_argument("--tries", type=int, default=5, help="how often each is compiled in the compile part")
+    options = parser.parse_args()
+    if options.part in ("compile", "all"):
+        compile_part(options.chips, options.tries)
+    if options.part in ("block", "all"):
+        block_part(options.chips, options.gains)
+    if options.part in ("bytes", "all"):
+        bytes_part(options.chips)
+
+
+if __name__ == "__main__":
+    main()
