@@ -118,10 +118,9 @@ def check_gain(a: Any, shape: tuple[int, ...]) -> jax.Array:
     """
     if isinstance(a, (bool, np.bool_)):
         raise TypeError(f"a must be a number or a float32 or bfloat16 array; got the boolean {a!r}")
-    if isinstance(a, numbers.Real) and not isinstance(a, (np.ndarray, np.floating, np.integer)):
-        return jnp.asarray(a, jnp.float32)
-    if isinstance(a, np.float64):  # NumPy's float64 scalar is a Python float
-        return jnp.asarray(a, jnp.float32)
+    python_number = isinstance(a, numbers.Real) and not isinstance(a, (np.ndarray, np.floating, np.integer))
+    if python_number or isinstance(a, np.float64):  # NumPy's float64 scalar is a Python float
+        return jnp.asarray(_number(a), jnp.float32)
     if isinstance(a, (str, bytes, complex)):
         raise TypeError(f"a must be a number or a float32 or bfloat16 array; got {type(a).__name__} {a!r}")
     gain = check_array(a, "a")
@@ -133,3 +132,11 @@ def check_gain(a: Any, shape: tuple[int, ...]) -> jax.Array:
             f"{gain.shape}"
         )
     return gain
+
+
+def _number(a: Any) -> float:
+    largest = float(np.finfo(np.float32).max)
+    if a in (float("inf"), -float("inf")) or a != a or abs(a) <= largest:
+        return float(a)
+    got = f"an integer of {a.bit_length()} bits" if isinstance(a, int) else repr(a)
+    raise ValueError(f"a must be a number that float32 holds, of size {largest:.3g} at most; got {got}")
