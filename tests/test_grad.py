@@ -1,0 +1,219 @@
+"""Under jax.grad and its kin: every subset of the operands, every order, and the types of cotangents."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import BF16, BY_NAME, F32, Case
+
+import tiledops
+
+SUBSETS = [s for n in (1, 2, 3) for s in itertools.combinations(range(3), n)]
+
+
+def check(case: Case, wanted: dict[int, Any]) -> None:
+    """Gradients by the index of their operand."""
+    a, x, y, g = case.operands()
+    for index, gradient in wanted.items():
+        assert (gradient.dtype, gradient.shape) == ((a, x, y)[index].dtype, (a, x, y)[index].shape)
+    if 0 in wanted:
+        oracle.assert_within(wanted[0], *oracle.da(a, x, g))
+    if 1 in wanted:
+        oracle.assert_same_bits(wanted[1], oracle.dx(a, x, g))
+    if 2 in wanted:
+        oracle.assert_same_bits(wanted[2], g)
+
+
+def loss(case: Case) -> Any:
+    g = jnp.asarray(case.operands()[3], jnp.float32)
+    return lambda a, x, y: (tiledops.axpy(a, x, y).astype(jnp.float32) * g).sum()
+
+
+@pytest.mark.parametrize("argnums", SUBSETS, ids=str)
+@pytest.mark.parametrize("name", ["bf16_into_f32", "feature", "rank4_example", "vector_feature"])
+def test_every_subset(name: str, argnums: tuple[int, ...]) -> None:
+    case = BY_NAME[name]
+    a, x, y, _ = map(jnp.asarray, case.operands())
+    with tiledops.use_config(mode="reference"):
+        check(case, dict(zip(argnums, jax.grad(loss(case), argnums)(a, x, y), strict=True)))
+
+
+@pytest.mark.parametrize("argnums", SUBSETS, ids=str)
+@pytest.mark.parametrize("name", ["merged_feature", "column_example"])
+def test_every_subset_in_the_simulator(name: str, argnums: tuple[int, ...]) -> None:
+    case = BY_NAME[name]
+    a, x, y, _ = map(jnp.asarray, case.operands())
+    with tiledops.use_config(mode="simulate", block=case.block):
+        check(case, dict(zip(argnums, jax.grad(loss(case), argnums)(a, x, y), strict=True)))
+
+
+@pytest.mark.parametrize("name", ["lesson", "bf16_into_f32", "feature", "rank4_example"])
+def test_a_pullback_leaves_jit_and_serves_twice(name: str) -> None:
+    case = BY_NAME[name]
+    a, x, y, g = map(jnp.asarray, case.operands())
+    with tiledops.use_config(mode="reference"):
+        _, pullback = jax.jit(lambda *operands: jax.vjp(tiledops.axpy, *operands))(a, x, y)
+        pullback(2 * g)
+        check(case, dict(enumerate(jax.jit(pullback)(g))))
+
+
+@pytest.mark.parametrize("mode", ["reference", "simulate"])
+def test_forward_mode_is_refused_by_jax(mode: str) -> None:
+    """The op has a rule for reverse mode alone, and JAX says so itself. `jax.linearize` says so when it is called."""
+    a, x, y, _ = map(jnp.asarray, BY_NAME["lesson"].operands())
+    with tiledops.use_config(mode=mode):
+        for call in (
+            lambda: jax.jvp(tiledops.axpy, (a, x, y), (a, x, y)),
+            lambda: jax.linearize(tiledops.axpy, a, x, y)[1](a, x, y),
+            lambda: jax.jacfwd(tiledops.axpy)(a, x, y),
+            lambda: jax.hessian(lambda a: tiledops.axpy(a, x, y).sum())(a),
+        ):
+            with pytest.raises(TypeError, match="forward-mode"):
+                call()
+
+
+def test_what_linearize_gives_transposes() -> None:
+    case = BY_NAME["feature"]
+    a, x, y, g = map(jnp.asarray, case.operands())
+    with tiledops.use_config(mode="reference"):
+        out, linear = jax.linearize(tiledops.axpy, a, x, y)
+        check(case, dict(enumerate(jax.linear_transpose(linear, a, x, y)(g))))
+    oracle.assert_same_bits(out, oracle.axpy(*case.operands()[:3]))
+
+
+# Higher orders, where x = x(w), y = y(w): the same numbers as jnp's own to rounding, in float32
+
+
+def composite(op: Any, case: Case) -> Any:
+    g = jnp.asarray(case.operands()[3], jnp.float32)
+    return lambda a, x, y: (jnp.sin(op(a, jnp.cos(x), y)) * g).sum()
+
+
+def jnp_axpy(a: Any, x: Any, y: Any) -> Any:
+    return a * x + y
+
+
+def assert_alike(got: Any, expected: Any) -> None:
+    """Sums are reassociated, and XLA fuses a multiply and an add where it likes: 20 ulp of the largest entry."""
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert one.dtype == other.dtype
+        scale = max(1.0, float(jnp.abs(other).max()))
+        np.testing.assert_allclose(one, other, rtol=0, atol=2e-5 * scale)
+
+
+def hessian_vector(f: Any, operands: Any, direction: Any) -> Any:
+    """Reverse over reverse."""
+
+    def along(*operands: Any) -> Any:
+        return sum((d * v).sum() for d, v in zip(jax.grad(f, (0, 1, 2))(*operands), direction, strict=True))
+
+    return jax.grad(along, (0, 1, 2))(*operands)
+
+
+@pytest.mark.parametrize("name", ["lesson", "feature", "example", "column_feature", "vector_feature", "rank0"])
+def test_hessian_vector_products(name: str) -> None:
+    case = BY_NAME[name]
+    operands = tuple(map(jnp.asarray, case.operands()[:3]))
+    direction = tuple(jnp.cos(3 * v) for v in operands)
+    with tiledops.use_config(mode="reference"):
+        got = hessian_vector(composite(tiledops.axpy, case), operands, direction)
+    assert_alike(got, hessian_vector(composite(jnp_axpy, case), operands, direction))
+
+
+@pytest.mark.parametrize("argnums", SUBSETS, ids=str)
+def test_hessian_vector_products_by_subset(argnums: tuple[int, ...]) -> None:
+    """Each derivative of a derivative is again of what was asked for alone."""
+    case = BY_NAME["feature"]
+    operands = tuple(map(jnp.asarray, case.operands()[:3]))
+
+    def second(op: Any) -> Any:
+        f = composite(op, case)
+        inner = lambda *o: sum((d * d).sum() for d in jax.grad(f, argnums)(*o))  # noqa: E731
+        return jax.grad(inner, argnums)(*operands)
+
+    with tiledops.use_config(mode="reference"):
+        assert_alike(second(tiledops.axpy), second(jnp_axpy))
+
+
+def test_a_hessian_vector_product_in_the_simulator() -> None:
+    case = BY_NAME["feature"]
+    operands = tuple(map(jnp.asarray, case.operands()[:3]))
+    with tiledops.use_config(mode="simulate", block=(8, 128)):
+        got = jax.jit(lambda *o: hessian_vector(composite(tiledops.axpy, case), o, o))(*operands)
+    assert_alike(got, hessian_vector(composite(jnp_axpy, case), operands, operands))
+
+
+@pytest.mark.parametrize("argnum", [0, 1, 2])
+def test_third_derivatives(argnum: int) -> None:
+    case = BY_NAME["rank4"]
+    operands = tuple(map(jnp.asarray, case.operands()[:3]))
+
+    def slope(f: Any) -> Any:
+        return lambda *o: jax.grad(f, argnum)(*o).sum()
+
+    def third(op: Any) -> Any:
+        f = composite(op, case)
+        for _ in range(3):
+            f = slope(f)
+        return f(*operands)
+
+    with tiledops.use_config(mode="reference"):
+        assert_alike(third(tiledops.axpy), third(jnp_axpy))
+
+
+@pytest.mark.parametrize("name", ["merged_feature", "bf16_into_f32", "f32_into_bf16", "example_tiles"])
+def test_second_derivatives_keep_their_dtypes(name: str) -> None:
+    case = BY_NAME[name]
+    operands = tuple(map(jnp.asarray, case.operands()[:3]))
+    with tiledops.use_config(mode="reference"):
+        second = hessian_vector(lambda *o: (tiledops.axpy(*o).astype(jnp.float32) ** 2).sum(), operands, operands)
+    assert [(d.dtype, d.shape) for d in second] == [(v.dtype, v.shape) for v in operands]
+    assert all(bool(jnp.isfinite(d.astype(jnp.float32)).all()) for d in second)
+
+
+# Types of cotangents
+
+
+@pytest.mark.parametrize("gain", [2, np.int32(2), True], ids=repr)
+def test_what_has_no_gradient_gets_float0(gain: Any) -> None:
+    """Only as jnp itself gives it: an integer that goes through a conversion to a gain."""
+    x = jnp.ones((3, 5))
+    with tiledops.use_config(mode="reference"):
+        _, pullback = jax.vjp(lambda n, x: tiledops.axpy(jnp.float32(n), x, x), gain, x)
+    dn, dx = pullback(x)
+    assert dn.dtype == jax.dtypes.float0
+    np.testing.assert_array_equal(dx, np.full((3, 5), gain + 1.0))
+
+
+def test_a_float0_gradient_of_an_integer_input_beside_the_op() -> None:
+    def f(n: Any, a: Any, x: Any) -> Any:
+        return tiledops.axpy(a, x, x) * n
+
+    x = jnp.ones((3, 5))
+    with tiledops.use_config(mode="reference"):
+        dn, da, _ = jax.grad(lambda *o: f(*o).sum(), (0, 1, 2), allow_int=True)(2, 0.5, x)
+    assert dn.dtype == jax.dtypes.float0
+    assert float(da) == 30.0
+
+
+@pytest.mark.parametrize("gain", [0.5, jnp.float32(0.5), jnp.bfloat16(0.5)], ids=lambda a: type(a).__name__ + str(a))
+def test_a_gains_gradient_has_its_type(gain: Any) -> None:
+    x = jnp.ones((3, 5), BF16)
+    gradient = lambda op: jax.grad(lambda a: op(a, x, x).astype(F32).sum())(gain)  # noqa: E731
+    with tiledops.use_config(mode="reference"):
+        got, expected = gradient(tiledops.axpy), gradient(lambda a, x, y: a * x + y)
+    assert (got.dtype, got.weak_type, float(got)) == (expected.dtype, expected.weak_type, 15.0)
+
+
+def test_the_result_is_never_weakly_typed() -> None:
+    """y is an array; where jnp would promote a weak y, there is nothing to promote."""
+    x = jnp.ones((3, 5))
+    with tiledops.use_config(mode="reference"):
+        assert not tiledops.axpy(0.5, x, x).weak_type
+        assert not jax.eval_shape(tiledops.axpy, 0.5, x, x).weak_type

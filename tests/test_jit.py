@@ -1,0 +1,92 @@
+"""Under jax.jit: nothing is compiled twice, donated operands are taken, options are static."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import BY_NAME
+from programs import fresh
+
+import tiledops
+from tiledops import compiled
+
+
+@pytest.mark.parametrize("name", ["lesson", "merged_feature", "column_example", "vector_bf16", "rank0"])
+def test_another_gain_compiles_nothing(name: str) -> None:
+    case = BY_NAME[name]
+    a, x, y, g = case.operands()
+
+    @jax.jit
+    def differentiated(a: Any, x: Any, y: Any, g: Any) -> Any:
+        out, pullback = jax.vjp(tiledops.axpy, a, x, y)
+        return out, pullback(g)
+
+    with tiledops.use_config(mode="reference"):
+        differentiated(a, x, y, g)
+        out, (_, dx, _) = differentiated(-a, x, y, g)
+    assert differentiated._cache_size() == 1
+    oracle.assert_same_bits(out, oracle.axpy(-a, x, y))
+    oracle.assert_same_bits(dx, oracle.dx(-a, x, g))
+
+
+@pytest.mark.parametrize("name", ["lesson", "merged_feature"])
+def test_the_simulator_is_compiled_once(name: str) -> None:
+    case = BY_NAME[name]
+    a, x, y, _ = case.operands()
+    op = fresh(tiledops.axpy)
+    with tiledops.use_config(mode="simulate", block=case.block):
+        for gain in (a, -a, 2 * a):
+            oracle.assert_same_bits(op(gain, x, y), oracle.axpy(gain, x, y))
+    assert op._cache_size() == 1
+
+
+def test_numbers_share_one_program() -> None:
+    x = jnp.ones((3, 5))
+    op = fresh(tiledops.axpy)
+    with tiledops.use_config(mode="reference"):
+        for gain in (0.5, 1.5, -2.5):
+            np.testing.assert_array_equal(op(gain, x, x), np.full((3, 5), gain + 1))
+    assert op._cache_size() == 1
+
+
+def test_eager_and_jitted_give_the_same_bits() -> None:
+    a, x, y, _ = BY_NAME["feature"].operands()
+    with tiledops.use_config(mode="simulate", block=(8, 128)):
+        oracle.assert_same_bits(fresh(tiledops.axpy)(a, x, y), np.asarray(tiledops.axpy(a, x, y)))
+
+
+def test_options_are_static_arguments() -> None:
+    a, x, y, _ = BY_NAME["lesson"].operands()
+    op = fresh(tiledops.axpy, static_argnames=("config", "spec"))
+    for _ in range(2):  # an equal config is the same config
+        out = op(a, x, y, config=tiledops.PipelineConfig(block=(16, 128), mode="reference"), spec=jax.P("data"))
+    assert op._cache_size() == 1
+    oracle.assert_same_bits(out, oracle.axpy(a, x, y))
+
+
+@pytest.mark.parametrize("mode", ["reference", "simulate"])
+@pytest.mark.parametrize("name", ["lesson", "bf16", "vector"])
+def test_a_donated_y_is_taken(name: str, mode: str) -> None:
+    case = BY_NAME[name]
+    a, x, y, _ = case.operands()
+    given = jnp.asarray(y)
+    with tiledops.use_config(mode=mode, block=case.block):
+        out = fresh(tiledops.axpy, donate_argnums=2)(a, x, given)
+    assert given.is_deleted()
+    oracle.assert_same_bits(out, oracle.axpy(a, x, y))
+
+
+@pytest.mark.parametrize("shape", [(1024, 512), (1001, 3001), (5000,), (16, 7, 512)], ids=str)
+def test_a_donated_y_is_written_in_place_on_tpu(shape: tuple[int, ...]) -> None:
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+    report = compiled.compile_for(functools.partial(tiledops.axpy, 2.0), x, x, donate_argnums=1)
+    assert [kernel.name for kernel in report.kernels] == ["tiledops_axpy"]
+    assert report.extra == ()
+    assert report.donated_bytes == report.output_bytes
+    assert report.temporary_bytes < 4096

@@ -1,0 +1,165 @@
+"""Under jax.vmap: any subset of the operands, along any axis, nested, and either side of a gradient."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from programs import kernels
+
+import tiledops
+
+SIZE = 3
+SHAPE = (5, 7)
+RANDOM = np.random.default_rng(0)
+
+
+def operand(shape: tuple[int, ...], axis: int | None) -> np.ndarray:
+    """Standard normal, with the mapped axis inserted."""
+    whole = shape if axis is None else np.insert(np.array(shape, int), axis % (len(shape) + 1), SIZE)
+    return RANDOM.standard_normal(tuple(whole)).astype(np.float32)
+
+
+def each(values: tuple[np.ndarray, ...], axes: tuple[int | None, ...]) -> Any:
+    for i in range(SIZE):
+        yield tuple(v if axis is None else np.take(v, i, axis) for v, axis in zip(values, axes, strict=True))
+
+
+def check(gain: tuple[int, ...], axes: tuple[int | None, ...], shape: tuple[int, ...] = SHAPE, **fields: Any) -> None:
+    """Result and gradients of every element of the batch, against NumPy."""
+    values = operand(gain, axes[0]), operand(shape, axes[1]), operand(shape, axes[2]), operand(shape, 0)
+    axes = (*axes, 0)
+
+    def differentiated(a: Any, x: Any, y: Any, g: Any) -> Any:
+        out, pullback = jax.vjp(tiledops.axpy, a, x, y)
+        return out, *pullback(g)
+
+    with tiledops.use_config(**fields):
+        out, da, dx, dy = jax.vmap(differentiated, axes)(*values)
+    for i, (a, x, y, g) in enumerate(each(values, axes)):
+        oracle.assert_same_bits(out[i], oracle.axpy(a, x, y))
+        oracle.assert_within(da[i], *oracle.da(a, x, g))
+        oracle.assert_same_bits(dx[i], oracle.dx(a, x, g))
+        oracle.assert_same_bits(dy[i], g)
+
+
+GAINS = {"scalar": ((), (None, 0)), "feature": ((7,), (None, 0, 1)), "example": ((5, 1), (None, 0, 1, -1))}
+AXES = [
+    (kind, (a, x, y))
+    for kind, (_, gain_axes) in GAINS.items()
+    for a, x, y in itertools.product(gain_axes, (None, 0, -1), (None, 1))
+]
+
+
+@pytest.mark.parametrize(("kind", "axes"), AXES, ids=str)
+def test_any_subset_along_any_axis(kind: str, axes: tuple[int | None, ...]) -> None:
+    check(GAINS[kind][0], axes, mode="reference")
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes"),
+    [
+        ("scalar", (None, 0, 0)),  # a gain of all, arrays one row of tiles an element
+        ("scalar", (0, 0, 0)),  # one gain an element
+        ("scalar", (0, None, None)),  # gains alone: x and y are repeated
+        ("feature", (0, 1, -1)),  # gains that vary along two axes are one more stream
+        ("example", (None, 0, None)),
+    ],
+    ids=str,
+)
+def test_in_the_simulator(kind: str, axes: tuple[int | None, ...]) -> None:
+    gain = {"scalar": (), "feature": (130,), "example": (9, 1)}[kind]
+    check(gain, axes, (9, 130), mode="simulate", block=(8, 128))
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, -1])
+def test_out_axes(axis: int) -> None:
+    a, x, y = np.float32(0.5), operand(SHAPE, 0), operand(SHAPE, 0)
+    with tiledops.use_config(mode="reference"):
+        out = jax.vmap(tiledops.axpy, (None, 0, 0), axis)(a, x, y)
+    oracle.assert_same_bits(np.moveaxis(out, axis, 0), oracle.axpy(a, x, y))
+
+
+@pytest.mark.parametrize("mode", ["reference", "simulate"])
+def test_nested(mode: str) -> None:
+    """The inner axis of x is the outer one of a."""
+    a, x, y = (RANDOM.standard_normal(s).astype(np.float32) for s in ((2, 3), (3, 2, 9, 130), (9, 130, 3)))
+    with tiledops.use_config(mode=mode, block=(8, 128)):
+        inner = jax.vmap(tiledops.axpy, (0, 0, None))
+        out = jax.vmap(inner, (1, 0, 2), 1)(a, x, y)
+    expected = oracle.axpy(a.T[:, :, None, None], x, np.broadcast_to(np.moveaxis(y, -1, 0)[:, None], x.shape))
+    oracle.assert_same_bits(out, expected.swapaxes(0, 1))
+
+
+@pytest.mark.parametrize("mode", ["reference", "simulate"])
+@pytest.mark.parametrize("gain", [(), (130,), (9, 1)], ids=str)
+def test_the_gradient_of_a_vmap_sums_over_what_is_shared(gain: tuple[int, ...], mode: str) -> None:
+    a, x, y, g = operand(gain, None), *(operand((9, 130), 0) for _ in range(3))
+
+    def loss(a: Any, x: Any, y: Any) -> Any:
+        return (jax.vmap(tiledops.axpy, (None, 0, 0))(a, x, y) * g).sum()
+
+    with tiledops.use_config(mode=mode, block=(8, 128)):
+        da, dx, dy = jax.grad(loss, (0, 1, 2))(a, x, y)
+    parts, tolerances = zip(*(oracle.da(a, x[i], g[i]) for i in range(SIZE)), strict=True)
+    oracle.assert_within(da, sum(parts), 2 * sum(tolerances))
+    oracle.assert_same_bits(dx, oracle.dx(a, x, g))
+    oracle.assert_same_bits(dy, g)
+
+
+def test_a_vmap_of_second_derivatives() -> None:
+    a, x, y = operand((), 0), operand(SHAPE, 0), operand(SHAPE, 0)
+
+    def curvature(op: Any) -> Any:
+        slope = lambda a, x, y: jax.grad(lambda a: jnp.sin(op(a, x, y)).sum())(a)  # noqa: E731
+        return jax.vmap(jax.grad(slope, (0, 1, 2)))(a, x, y)
+
+    with tiledops.use_config(mode="reference"):
+        got = curvature(tiledops.axpy)
+    for d, expected in zip(got, curvature(lambda a, x, y: a * x + y), strict=True):
+        np.testing.assert_allclose(d, expected, rtol=0, atol=2e-5 * float(jnp.abs(expected).max()))
+
+
+def test_a_jacobian() -> None:
+    """One row of the identity an output: vmap over the cotangent alone."""
+    a, x, y = np.float32(0.5), operand((4,), None), operand((4,), None)
+    with tiledops.use_config(mode="reference"):
+        da, dx, dy = jax.jacrev(tiledops.axpy, (0, 1, 2))(a, x, y)
+    np.testing.assert_array_equal(da, x)
+    np.testing.assert_array_equal(dx, 0.5 * np.eye(4))
+    np.testing.assert_array_equal(dy, np.eye(4))
+
+
+def test_a_batch_is_one_kernel() -> None:
+    x = jnp.ones((SIZE, 2, 9, 130))
+    with tiledops.use_config(mode="simulate"):
+        mapped = jax.vmap(jax.vmap(lambda a, x: tiledops.axpy(a, x, x), (None, 0)), (0, 0))
+        traced = jax.make_jaxpr(jax.grad(lambda a, x: mapped(a, x).sum(), (0, 1)))(jnp.ones(SIZE), x)
+    assert kernels(traced) == {"tiledops_axpy": 1, "tiledops_scale_and_dot": 1}
+
+
+def test_a_batch_of_one_and_a_name() -> None:
+    x = operand(SHAPE, None)[None]
+
+    def centred(x: Any) -> Any:
+        return tiledops.axpy(-1.0, jax.lax.pmean(x, "batch"), x)
+
+    with tiledops.use_config(mode="reference"):
+        np.testing.assert_array_equal(jax.vmap(centred, axis_name="batch")(x), np.zeros_like(x))
+
+
+def test_under_jit_and_scan() -> None:
+    a, x, y = operand((), 0), operand(SHAPE, 0), operand(SHAPE, 0)
+
+    def repeated(a: Any, x: Any, y: Any) -> Any:
+        return jax.lax.scan(lambda y, _: (tiledops.axpy(a, x, y), None), y, length=2)[0]
+
+    with tiledops.use_config(mode="reference"):
+        out = jax.jit(jax.vmap(repeated))(a, x, y)
+    gain = a[:, None, None]
+    oracle.assert_same_bits(out, oracle.axpy(gain, x, oracle.axpy(gain, x, y)))
