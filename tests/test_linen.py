@@ -117,7 +117,6 @@ def test_the_gain_is_an_attribute_of_the_bound_layer():
         (StochasticDepth(1.5), ValueError, "from 0 to 1; got 1.5"),
         (StochasticDepth(0.5), ValueError, "deterministic"),
     ],
-    ids=str,
 )
 def test_what_is_wrong_is_said(layer, error, message):
     with pytest.raises(error, match=message):

@@ -156,7 +156,6 @@ def test_a_fixed_gain_is_no_state():
         (lambda rngs: StochasticDepth(0.5), TypeError, r"it needs rngs.*got None.*eval\(\)"),
         (lambda rngs: StochasticDepth(0.5, learnable=True, rngs=rngs["dropout"]), TypeError, "needs rngs"),
     ],
-    ids=str,
 )
 def test_what_is_wrong_is_said(make, error, message):
     with pytest.raises(error, match=message):
