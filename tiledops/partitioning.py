@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jaxlib.version
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tiledops import modes
 from tiledops.stream import Operation
@@ -76,7 +76,7 @@ def alike(arrays: Arrays) -> Arrays:
     (total,) = jax.make_jaxpr(lambda *xs: functools.reduce(jnp.add, (x.astype(jnp.float32) for x in xs)))(
         *arrays
     ).out_avals
-    return tuple(jax.sharding.reshard(x, total.sharding.spec) for x in arrays)
+    return tuple(_reshard(x, total.sharding) for x in arrays)
 
 
 def by_type(operation: Operation, coefficients: Arrays, arrays: Arrays) -> tuple[jax.Array, ...]:
@@ -117,7 +117,8 @@ def per_shard(
     explicit = _names_of(placement.mesh, AxisType.Explicit)
     if explicit:
         coefficients = tuple(
-            jax.sharding.reshard(c, _only(s, explicit)) for c, s in zip(coefficients, specs, strict=True)
+            _reshard(c, NamedSharding(placement.mesh, _only(s, explicit)))
+            for c, s in zip(coefficients, specs, strict=True)
         )
     context = jax.sharding.get_abstract_mesh()
     if operation.mode == modes.SIMULATE:
@@ -138,8 +139,12 @@ def like(gradient: jax.Array, primal: jax.Array) -> jax.Array:
     gradient = gradient.astype(primal.dtype)
     wanted = jax.typeof(primal).sharding
     if _names_of(wanted.mesh, AxisType.Explicit):
-        gradient = jax.sharding.reshard(gradient, wanted.spec)
+        gradient = _reshard(gradient, wanted)
     return gradient
+
+
+def _reshard(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    return x if jax.typeof(x).sharding == sharding else jax.sharding.reshard(x, sharding)
 
 
 def _mesh(arrays: Arrays) -> Any:
