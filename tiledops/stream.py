@@ -233,5 +233,5 @@ def _call(op: Operation, tile: Tile, resident: list[jax.Array], streams: list[ja
 
 def _struct(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     """Of a result that varies over the same mesh axes as `like`, where that is inside `shard_map`."""
-    struct: Any = jax.ShapeDtypeStruct.like(like)
-    return struct.update(shape=shape, dtype=dtype, sharding=None)
+    struct: Any = jax.ShapeDtypeStruct
+    return struct(shape, dtype, manual_axis_type=jax.typeof(like).manual_axis_type)
