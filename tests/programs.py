@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,15 +12,22 @@ import jax
 
 def kernels(program: Any) -> Counter[str]:
     """The kernels of a jaxpr by name, those of the programs inside it too (a loop's body counts once)."""
-    found: Counter[str] = Counter()
+    return Counter(call["name"] for call in _calls(program))
+
+
+def blocks(program: Any) -> list[str]:
+    """The tile of each kernel of a jaxpr, as its metadata has it."""
+    return [dict(call["metadata"])["block"] for call in _calls(program)]
+
+
+def _calls(program: Any) -> Iterator[dict[str, Any]]:
     for equation in getattr(program, "jaxpr", program).eqns:
         if equation.primitive.name == "pallas_call":
-            found[equation.params["name"]] += 1
+            yield equation.params
             continue
         for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program):
             if _is_program(inner):
-                found += kernels(inner)
-    return found
+                yield from _calls(inner)
 
 
 def _is_program(value: Any) -> bool:

@@ -97,6 +97,8 @@ def per_shard(
 ) -> tuple[jax.Array, ...]:
     """Runs `runner(operation)` on each shard. Its stored arrays are sharded as its operands are; its sum is added up
     over the shards that it runs across, in float32, and sharded along the axes that it keeps."""
+    if operation.mode == modes.SIMULATE:
+        _check_simulator(_mesh(arrays), nested=placement is not None)
     if placement is None:
         return runner(operation)(coefficients, arrays)
     rank = len(arrays[0].shape)
@@ -121,8 +123,6 @@ def per_shard(
             for c, s in zip(coefficients, specs, strict=True)
         )
     context = jax.sharding.get_abstract_mesh()
-    if operation.mode == modes.SIMULATE:
-        _check_nesting(context)
     return jax.shard_map(
         shard,
         mesh=placement.mesh if context.empty else None,
@@ -165,13 +165,19 @@ def _sizes(axes: dict[str, int]) -> str:
     return "(" + ", ".join(f"{name}: {size}" for name, size in axes.items()) + ")"
 
 
-def _check_nesting(context: Any) -> None:
-    """The simulator's callbacks are ordered, and no jaxlib compiles those in every `shard_map` inside another: up to
-    0.11.1 it aborts the process if both cut something, from then on it refuses unless both do."""
-    outer = _names_of(context, AxisType.Manual)
-    inner = _names_of(context, AxisType.Auto, AxisType.Explicit)
-    both = all(math.prod(context.shape[name] for name in axes) > 1 for axes in (outer, inner))
-    if outer and both == (jaxlib.version.__version_info__ < (0, 11, 2)):
+def _check_simulator(mesh: Any, *, nested: bool) -> None:
+    """What the simulator can't do: it lives in one process. Its callbacks are ordered, and no jaxlib compiles those in
+    every `shard_map` inside another: up to 0.11.1 it aborts the process if both cut something, from then on it refuses
+    unless both do."""
+    if jax.process_count() > 1 and mesh.size > jax.local_device_count():
+        raise NotImplementedError(
+            f"mode='simulate' simulates the devices of one process; this mesh of {mesh.size} devices spans "
+            f"{jax.process_count()} processes. Use mode='reference' here, or run it on TPU"
+        )
+    outer = _names_of(mesh, AxisType.Manual)
+    inner = _names_of(mesh, AxisType.Auto, AxisType.Explicit)
+    both = all(math.prod(mesh.shape[name] for name in axes) > 1 for axes in (outer, inner))
+    if nested and outer and both == (jaxlib.version.__version_info__ < (0, 11, 2)):
         raise NotImplementedError(
             f"mode='simulate' can't run in a jax.shard_map over {outer} that leaves the mesh axes "
             f"{inner} to another: jaxlib {jaxlib.version.__version__} can't compile it. Let the shard_map take "
