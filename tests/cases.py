@@ -55,7 +55,7 @@ _ROWS = (
     ("tall",            (21, 128),      (8, 128),  F32,  F32,  "scalar",  F32,  "ragged rows alone"),
     ("wide",            (8, 257),       (8, 128),  F32,  F32,  "feature", F32,  "ragged columns alone"),
     ("whole",           (17, 257),      None,      F32,  F32,  "scalar",  F32,  "small: one block, all of it"),
-    ("slabs",           (203, 257),     None,      F32,  F32,  "feature", F32,  "one block, in slabs and a rest"),
+    ("slabs",           (140, 1100),    None,      F32,  F32,  "feature", F32,  "one block, in slabs and rests"),
     ("clipped",         (9, 130),       (32, 512), F32,  F32,  "scalar",  F32,  "the block is larger than the array"),
     ("bf16",            (33, 257),      (16, 128), BF16, BF16, "scalar",  F32,  "packed tiles of 16 rows"),
     ("bf16_half_tiles", (17, 257),      (8, 128),  BF16, BF16, "feature", BF16, "8 rows are half a packed tile"),
@@ -81,6 +81,7 @@ _ROWS = (
     ("vector",          (2500,),        (8, 128),  F32,  F32,  "scalar",  F32,  "rank 1 natively, blocks of 1024"),
     ("vector_feature",  (1300,),        (8, 128),  F32,  F32,  "feature", F32,  "a gain of x's shape: one more stream"),
     ("vector_bf16",     (2500,),        (8, 128),  BF16, BF16, "scalar",  F32,  "blocks of 2048 bfloat16"),
+    ("vector_slabs",    (70000,),       None,      F32,  F32,  "scalar",  F32,  "one block, in slabs and a rest"),
     ("short",           (7,),           None,      F32,  F32,  "scalar",  F32,  "less than a register"),
     ("rank0",           (),             None,      F32,  F32,  "scalar",  F32,  "one number"),
 )

@@ -113,7 +113,86 @@ def test_every_schedule_compiles(schedule, chip):
                 assert kernel.block == block, (block, buffers, dtype)
 
 
-def test_donated_result_takes_the_buffer_of_y():
-    shape = (8192, 8192)  # larger than VMEM, where XLA could hide a copy
-    report = compiled.compile_for(tiledops.axpy, struct(()), struct(shape), struct(shape), donate_argnums=2)
-    assert report.donated_bytes == 4 * 8192 * 8192
+LARGE = (8192, 8192)  # in float32 larger than VMEM, where XLA could hide a copy
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(("shape", "dtype"), [(LARGE, F32), ((1001, 3001), BF16), ((5000,), F32)], ids=str)
+def test_donated_result_takes_the_buffer_of_y(shape, dtype, chip):
+    args = struct(()), struct(shape, dtype), struct(shape, dtype)
+    donated = compiled.compile_for(tiledops.axpy, *args, chip=chip, donate_argnums=2)
+    kept = compiled.compile_for(tiledops.axpy, *args, chip=chip)
+    assert donated.donated_bytes == donated.output_bytes >= dtype.itemsize * math.prod(shape)
+    assert not kept.donated_bytes
+    for report in (donated, kept):
+        assert len(report.kernels) == 1
+        assert not report.extra
+    assert donated.hbm_bytes == kept.hbm_bytes
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_only_a_donated_buffer_is_overwritten(chip):
+    """The optimized program says which operand's buffer a kernel's result takes."""
+    args = struct(()), struct(LARGE), struct(LARGE)
+    kept = compiled.lower_for(tiledops.axpy, *args, chip=chip).compile().as_text()
+    donated = compiled.lower_for(tiledops.axpy, *args, chip=chip, donate_argnums=2).compile().as_text()
+    assert "output_to_operand_aliasing" not in kept
+    assert "output_to_operand_aliasing={{}: (2, {})}" in donated
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_in_a_loop_the_carry_stays_in_its_buffer(chip):
+    """Ten steps move ten times the bytes of one, and two arrays live."""
+
+    def steps(a, x, y):
+        return jax.lax.scan(lambda y, _: (tiledops.axpy(a, x, y), None), y, length=10)[0]
+
+    args = struct(()), struct(LARGE), struct(LARGE)
+    report = compiled.compile_for(steps, *args, chip=chip, donate_argnums=2)
+    (kernel,) = report.kernels
+    assert kernel.times == 10
+    assert not report.extra
+    assert report.temporary_bytes < 4 * math.prod(LARGE)
+
+
+@pytest.mark.parametrize("shape", [(8192, 4096), (1001, 3001), (4096, 7, 512), (1 << 20,)], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_both_tensor_cores_work(shape, dtype):
+    """On v5p one program has two, forward, backward and in sums, ragged shapes too. (A v4 has two as well, but libtpu
+    describes v4 topologies with one a device, so that kernels compiled ahead of time use one.)"""
+    for transform, gain in [(forward, ()), (backward, ()), (backward, shape[-1:]), (backward_fixed, ())]:
+        args = arguments(shape, (dtype, dtype), gain, transform)
+        (kernel,) = compiled.compile_for(transform(tiledops.axpy), *args, chip="v5p").kernels
+        assert kernel.cores == 2, (transform.__name__, gain)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("shape", [(8192, 4096), (50257, 768), (1001, 3001)], ids=str)
+def test_a_learnable_bfloat16_gain(shape, chip):
+    """Beside what a user would write, a*x + y all in bfloat16, whose backward pass XLA fuses into one as well. What we
+    move more is a gain's conversion to float32 and its gradient's to bfloat16, outside the kernel: 512 padded bytes
+    each for a scalar; and for a gain a feature, which the kernel slices, 2 bytes an element read, 4 written and 2 more
+    read."""
+    for gain in ((), shape[-1:]):
+        args = (struct(gain, BF16), *(struct(shape, BF16) for _ in range(3)))
+        ours, xla = (compiled.compile_for(backward(op), *args, chip=chip) for op in (tiledops.axpy, bfloat16_axpy))
+        assert not ours.extra
+        conversion = 8 * layouts.round_up(math.prod(gain), 1024) if gain else 2 * 512
+        assert ours.hbm_bytes <= xla.hbm_bytes + conversion + for_two_cores(ours, gain), gain
+
+
+def bfloat16_axpy(a, x, y):
+    return a * x + y
+
+
+def test_a_prefetched_slice_counts_its_own_bytes():
+    report = compiled.read_report("""HloModule m
+
+ENTRY %main (x: f32[64,128]) -> f32[8,128] {
+  %x = f32[64,128]{1,0:T(8,128)} parameter(0)
+  %slice-start = ((f32[64,128]{1,0:T(8,128)}), f32[8,128]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) slice-start(%x)
+  %slice-done = f32[8,128]{1,0:T(8,128)S(1)} slice-done(%slice-start)
+  ROOT %negate = f32[8,128]{1,0:T(8,128)} negate(%slice-done)
+}
+""")
+    assert (report.hbm_read, report.hbm_written) == (4 * 8 * 128, 4 * 8 * 128)

@@ -80,10 +80,12 @@ def test_every_plan(shape: tuple[int, ...], block: Any) -> None:
             if summed and vectors:
                 assert plan.order[0] == vectors[0]  # one sum is finished before the next
 
-            # Slabs are whole tiles of one axis of the block.
-            assert 1 <= plan.slab <= plan.block[plan.slab_axis]
-            if plan.slab < plan.block[plan.slab_axis] and plan.slab_axis >= rank - 2:
-                assert plan.slab % (1024 if rank == 1 else 128 if rank - 2 in vectors else 16) == 0
+            # Slabs are whole tiles, no larger than 64 registers or than what lies along the lanes makes them.
+            multiples = [1024] if rank == 1 else [*[1] * (rank - 2), 128 if rank - 2 in vectors else 16, 128]
+            for slab, extent, multiple in zip(plan.slab, plan.block, multiples, strict=True):
+                assert 1 <= slab <= extent
+                assert slab == extent or slab % multiple == 0
+            assert math.prod(plan.slab) <= tiling.SLAB_ELEMENTS
 
             # VMEM: the buffers fit what the kernel asks for, and that fits the chip.
             limit = plan.vmem_limit_bytes or chips.scoped_vmem_bytes(info)

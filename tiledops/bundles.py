@@ -96,6 +96,11 @@ def schedules(
         return [_read(folder, info) for folder in folders]
 
 
+def clock_hertz(info: Any) -> float:
+    """The clock that the chip's peak implies: a multiply and an add a cycle in each cell of its MXUs."""
+    return float(info.bf16_ops_per_second / (2 * info.mxu_column_size**2 * _MXUS))
+
+
 def _run_child(folder: str, chip: str) -> None:
     flags = _FLAGS.format(pathlib.Path(folder, "dumps"))
     environment = {
@@ -130,8 +135,6 @@ def compile_lowered(folder: str, chip: str) -> None:
 
 
 def _read(folder: pathlib.Path, info: Any) -> tuple[Schedule, ...]:
-    # 2 * columns**2 operations a cycle in each MXU: a multiply and an add in each of its cells.
-    clock = info.bf16_ops_per_second / (2 * info.mxu_column_size**2 * _MXUS)
     found = {}
     for dump in folder.glob("*-final_bundles.txt"):
         match = re.fullmatch(r"\d+-(.+)-\d+-final_bundles\.txt", dump.name)
@@ -146,7 +149,7 @@ def _read(folder: pathlib.Path, info: Any) -> tuple[Schedule, ...]:
             )
         steps, bundles = count(found[kernel.instruction].read_text())
         seconds = (kernel.read + kernel.written) / kernel.cores / info.mem_bw_bytes_per_second
-        result.append(Schedule(kernel.name, kernel.instruction, steps, bundles, seconds / steps, clock))
+        result.append(Schedule(kernel.name, kernel.instruction, steps, bundles, seconds / steps, clock_hertz(info)))
     return tuple(result)
 
 
@@ -194,6 +197,6 @@ def count(schedule: str) -> tuple[int, int]:
 
 def _trips(body: list[tuple[str, str]], predicate: str | None) -> int:
     """The constant that the predicate of a loop's last branch is compared with; 1 if it is no constant."""
-    test = re.escape((predicate or "").lstrip("!")) + r" = scmp\.\S+ %\w+, (\d+)"
+    test = re.escape((predicate or "").lstrip("!")) + r" = scmp\.\S+ (?:\([^)]*\), )?%\w+, (\d+)"
     constants = [int(n) for _, text in body for n in re.findall(test, text)]
     return constants[-1] if constants else 1

@@ -236,8 +236,8 @@ def _instructions(computations: dict[str, list[str]], name: str, times: int) -> 
             continue
         called = re.search(r"(?:body|to_apply|calls)=%([\w.\-]+)", line)
         if match["opcode"] in ("while", "call", "async-start") and called:
-            count = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line)
-            yield from _instructions(computations, called[1], times * int(count[1]) if count else times)
+            trips = _trips(computations, line) if match["opcode"] == "while" else 1
+            yield from _instructions(computations, called[1], times * trips)
             continue
         operands = [shapes.get(operand, "") for operand in re.findall(r"%([\w.\-]+)", match["operands"])]
         read, written = sum(map(_hbm_bytes, operands)), _hbm_bytes(match["shape"])
@@ -249,6 +249,17 @@ def _instructions(computations: dict[str, list[str]], name: str, times: int) -> 
         elif match["opcode"].endswith("-start"):  # the result repeats the operands
             written = _hbm_bytes(match["shape"]) - read
         yield Instruction(match["opcode"], match["name"], match["shape"], read, max(0, written), times), line
+
+
+def _trips(computations: dict[str, list[str]], line: str) -> int:
+    """How often a loop runs: as XLA notes it, else the one number that its condition compares with, else once."""
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line)
+    condition = re.search(r"condition=%([\w.\-]+)", line)
+    body = "\n".join(computations.get(condition[1], ())) if condition else ""
+    numbers = re.findall(r"= s32\[\]\S* constant\((\d+)\)", body)
+    if known:
+        return int(known[1])
+    return int(numbers[0]) if len(numbers) == 1 and "direction=LT" in body else 1
 
 
 def _hbm_bytes(shape: str) -> int:

@@ -116,24 +116,27 @@ class Tile:
         _when(active, lambda: self._slabs(at, refs))
         _when(_all([owner, *(i == n - 1 for i, n in inner)]), lambda: self._flush(at, refs))
 
-    def _slabs(self, at: Any, refs: Refs) -> None:
-        slab, extent = self.plan.slab, self.plan.block[self.plan.slab_axis]
-        whole, rest = divmod(extent, slab)
-        if whole == 1 and not rest:
-            self._slab(at, 0, slab, refs)
+    def _slabs(self, at: Any, refs: Refs, start: tuple[Any, ...] = (), size: tuple[int, ...] = ()) -> None:
+        """Computes the slabs that lie, along the first axes, at `start` and have `size`: a loop an axis, and a rest."""
+        plan, axis = self.plan, len(start)
+        if axis == len(plan.shape):
+            self._slab(at, start, size, refs)
             return
+        slab = plan.slab[axis]
+        whole, rest = divmod(plan.block[axis], slab)
+        if whole == 1:
+            self._slabs(at, refs, (*start, 0), (*size, slab))
+        else:
 
-        def step(i: Any, carry: None) -> None:
-            self._slab(at, pl.multiple_of(i * slab, slab), slab, refs)
+            def step(i: Any, carry: None) -> None:
+                self._slabs(at, refs, (*start, pl.multiple_of(i * slab, slab)), (*size, slab))
 
-        jax.lax.fori_loop(0, whole, step, None)
+            jax.lax.fori_loop(0, whole, step, None)
         if rest:
-            self._slab(at, whole * slab, rest, refs)
+            self._slabs(at, refs, (*start, whole * slab), (*size, rest))
 
-    def _slab(self, at: Any, start: Any, size: int, refs: Refs) -> None:
-        plan, rank = self.plan, len(self.plan.shape)
-        whole = size == plan.block[plan.slab_axis]
-        index = ... if whole else tuple(pl.ds(start, size) if d == plan.slab_axis else slice(None) for d in range(rank))
+    def _slab(self, at: Any, start: tuple[Any, ...], size: tuple[int, ...], refs: Refs) -> None:
+        index = self._window(start, size)
         tiles = [ref[index] for ref in refs.ins]
         vectors, streamed = iter(refs.resident), iter(tiles)
         coefficients = tuple(
@@ -144,17 +147,22 @@ class Tile:
         for ref, value in zip(refs.outs, (*stored, product) if self.products else stored, strict=True):
             ref[index] = value.astype(ref.dtype)
         if self.summed:
-            self._accumulate(refs.accumulator, self._inside(product, at, start), start, size)
+            self._accumulate(refs.accumulator, product, at, start, size)
 
-    def _coefficient(self, ref: Any, place: int | None, at: Any, start: Any, size: int) -> Any:
+    def _window(self, start: tuple[Any, ...], size: tuple[int, ...]) -> Any:
+        if size == self.plan.block:
+            return ...
+        extents = zip(start, size, self.plan.block, strict=True)
+        return tuple(slice(None) if n == extent else pl.ds(i, n) for i, n, extent in extents)
+
+    def _coefficient(self, ref: Any, place: int | None, at: Any, start: tuple[Any, ...], size: tuple[int, ...]) -> Any:
         """A coefficient's part for one slab, shaped to broadcast against it."""
         plan, rank = self.plan, len(self.plan.shape)
         if place is None:
             return ref[0] if ref.shape else ref[...]
         if place < rank - 2:  # one leading index a tile: a scalar
             return ref[at[place]]
-        sliced = place == plan.slab_axis
-        offset, extent = (start, size) if sliced else (0, plan.block[place])
+        offset, extent = start[place], size[place]
         if plan.grid[place] > 1:
             offset = at[place] * plan.block[place] + offset
         if extent == ref.shape[0]:
@@ -163,31 +171,37 @@ class Tile:
             vector = ref[pl.ds(pl.multiple_of(offset, LANES) if not isinstance(offset, int) else offset, extent)]
         return vector[:, None] if place == rank - 2 else vector[None, :]
 
-    def _inside(self, product: Any, at: Any, start: Any) -> Any:
-        """The products, zero beyond the array's edge: what a ragged tile holds there is anything, NaN included."""
-        plan = self.plan
-        for axis, (extent, block) in enumerate(zip(plan.shape, plan.block, strict=True)):
-            if axis != self.kept and extent % block:
-                limit = extent - at[axis] * block - (start if axis == plan.slab_axis else 0)
-                position = jax.lax.broadcasted_iota(jnp.int32, product.shape, axis)
-                product = jnp.where(position < limit, product, 0.0)
-        return product
+    def _accumulate(self, accumulator: Any, product: Any, at: Any, start: Any, size: tuple[int, ...]) -> None:
+        """Adds the products into the accumulator, register by register: sums across a register wait for `_flush`.
 
-    def _accumulate(self, accumulator: Any, product: Any, start: Any, size: int) -> None:
-        """Adds the products into the accumulator, register by register: sums across a register wait for `_flush`."""
+        Each axis is masked when its own turn comes, since masks after a sum are fewer; the columns come first, so that
+        it is the rows' masks, the usual ones, that are few.
+        """
         rank = len(self.plan.shape)
-        if rank == 1:
-            accumulator[...] += _fold(product, 0, accumulator.shape[0])
-            return
+        for axis in range(rank - 2):
+            if axis != self.kept and (limit := self._limit(axis, at, start)) is not None:
+                product = _masked(product, axis, limit)
         product = jnp.sum(product, tuple(range(rank - 2)))
-        if self.kept != rank - 1:
-            product = _fold(product, 1, accumulator.shape[1])
-        if self.kept != rank - 2:
-            accumulator[...] += _fold(product, 0, accumulator.shape[0])
-        elif product.shape == accumulator.shape:
-            accumulator[...] += product
-        else:
-            accumulator[pl.ds(start, size), :] += product
+        parts: list[tuple[tuple[Any, ...], Any]] = [((), product)]
+        for position, axis in reversed(list(enumerate(range(rank)[-2:]))):
+            extent = accumulator.shape[position]
+            if axis == self.kept:
+                window = slice(None) if size[axis] == extent else pl.ds(start[axis], size[axis])
+                parts = [((window, *index), part) for index, part in parts]
+            else:
+                limit = self._limit(axis, at, start)
+                parts = [
+                    ((slice(0, piece.shape[position]), *index), piece)
+                    for index, part in parts
+                    for piece in _fold(part, position, extent, limit)
+                ]
+        for index, part in parts:
+            accumulator[index] += part
+
+    def _limit(self, axis: int, at: Any, start: tuple[Any, ...]) -> Any:
+        """How much of a slab is inside the array along `axis`, if tiles hang over its edge there; else None."""
+        extent, block = self.plan.shape[axis], self.plan.block[axis]
+        return extent - at[axis] * block - start[axis] if extent % block else None
 
     def _flush(self, at: Any, refs: Refs) -> None:
         """Writes a finished sum."""
@@ -239,23 +253,27 @@ class Tile:
         return shape, spec, pltpu.VMEM(self._accumulator_shape(), jnp.float32)
 
     def _accumulator_shape(self) -> tuple[int, ...]:
+        """Registers enough for the sum's own axis, and one along the others."""
         plan, rank = self.plan, len(self.plan.shape)
         if rank == 1:
-            whole = plan.slab % (SUBLANES * LANES) == 0 and plan.block[0] % plan.slab == 0
-            return (SUBLANES * LANES if whole else plan.block[0],)
+            return (min(plan.block[0], SUBLANES * LANES),)
         rows, cols = plan.block[-2:]
-        if self.kept != rank - 2:
-            slabs = (plan.slab, rows % plan.slab) if plan.slab_axis == rank - 2 else (rows,)
-            rows = SUBLANES if all(n % SUBLANES == 0 for n in slabs) else 1
-        if self.kept != rank - 1:
-            cols = LANES if cols % LANES == 0 else 1
-        return rows, cols
+        return rows if self.kept == rank - 2 else SUBLANES, cols if self.kept == rank - 1 else LANES
 
 
-def _fold(x: jax.Array, axis: int, extent: int) -> jax.Array:
-    """Adds up the pieces of `extent` along an axis, in order."""
-    pieces = [jax.lax.slice_in_dim(x, i, i + extent, axis=axis) for i in range(0, x.shape[axis], extent)]
-    return functools.reduce(jnp.add, pieces) if extent > 1 else jnp.sum(x, axis, keepdims=True)
+def _fold(x: jax.Array, axis: int, extent: int, limit: Any) -> list[jax.Array]:
+    """The sum of the pieces of `extent` along an axis, in order, and the smaller piece that may be left."""
+    n = x.shape[axis]
+    pieces = [jax.lax.slice_in_dim(x, i, min(i + extent, n), axis=axis) for i in range(0, n, extent)]
+    if limit is not None:
+        pieces = [_masked(piece, axis, limit - i * extent) for i, piece in enumerate(pieces)]
+    whole = n // extent
+    return [functools.reduce(jnp.add, pieces[:whole]), *pieces[whole:]] if whole else pieces
+
+
+def _masked(x: jax.Array, axis: int, limit: Any) -> jax.Array:
+    """Zero from `limit` on: what a ragged tile holds beyond the array's edge is anything, NaN included."""
+    return jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) < limit, x, 0.0)
 
 
 def _all(conditions: Iterable[Any]) -> Any:

@@ -1,0 +1,71 @@
+"""Every kernel computes in under half of the time that its tiles take to move, by the compiler's own schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import tiledops
+from tiledops import bundles, chips
+
+F32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
+
+# Larger than VMEM in either dtype, where XLA could keep an operand and leave the kernel to copy it by bundles.
+SHAPES = {
+    (16384, 8192): "aligned",
+    (10001, 16001): "ragged both ways",
+    (50257, 3072): "an embedding with an odd vocabulary: the sum's last tile is masked",
+    (32768, 7, 512): "seen as (7, 32768, 512)",
+}
+BAR = 0.5
+# A sum over rows or columns that no block divides masks its products. In bfloat16 on TPU7x, whose memory moves a tile
+# in the fewest cycles, that takes 0.6 of them: still memory-bound, by less of a margin.
+MASKED = {(10001, 16001), (50257, 3072)}
+BAR_MASKED = 0.65
+
+
+def forward(a: Any, x: Any, y: Any) -> Any:
+    return tiledops.axpy(a, x, y)
+
+
+def backward(a: Any, x: Any, y: Any, g: Any) -> Any:
+    return jax.vjp(tiledops.axpy, a, x, y)[1](g)[:2]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("chip", chips.CHIPS)
+def test_arithmetic_hides_behind_memory(chip: str, dtype: Any) -> None:
+    cases = [(op, shape, gain) for shape in SHAPES for gain in ((), shape[-1:]) for op in (forward, backward)]
+    programs = []
+    for op, shape, gain in cases:
+        arrays = [jax.ShapeDtypeStruct(shape, dtype)] * (2 if op is forward else 3)
+        programs.append((op, (jax.ShapeDtypeStruct(gain, F32), *arrays)))
+    for (op, shape, gain), (schedule,) in zip(cases, bundles.schedules(programs, chip=chip), strict=True):
+        masked = op is backward and shape in MASKED
+        bar = BAR_MASKED if masked and (chip, dtype) == ("tpu7x", BF16) else BAR
+        assert schedule.steps > 1, (shape, gain)
+        assert 0 < schedule.ratio < bar, (op.__name__, shape, gain, schedule, schedule.ratio)
+
+
+def test_the_clocks() -> None:
+    """From TpuInfo: within a twentieth of the gigahertz that are published for v4 (1.05), v5e (1.5) and v5p (1.75)."""
+    for chip, gigahertz in [("v4", 1.05), ("v5e", 1.5), ("v5p", 1.75)]:
+        assert bundles.clock_hertz(chips.chip_info(chip)) == pytest.approx(gigahertz * 1e9, rel=0.05)
+
+
+def test_a_libtpu_that_writes_no_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundles, "_FLAGS", "")
+    x = jax.ShapeDtypeStruct((1024, 1024), F32)
+    with pytest.raises(RuntimeError, match="wrote no schedule of the kernel tiledops_axpy"):
+        bundles.bundles_for(forward, jax.ShapeDtypeStruct((), F32), x, x)
+
+
+def test_a_program_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundles, "_FLAGS", "--no_such_flag={}")
+    x = jax.ShapeDtypeStruct((8, 128), F32)
+    with pytest.raises(RuntimeError, match="libtpu did not compile the program for v5e"):
+        bundles.bundles_for(forward, jax.ShapeDtypeStruct((), F32), x, x)
