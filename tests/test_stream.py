@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 import tiledops
-from tiledops import blocks, chips, modes, stream
+from tiledops import blocks, chips, contract, modes, stream
 
 
 def run(case: Case, **fields: Any) -> None:
@@ -200,3 +200,11 @@ def test_in_place_gives_the_same_bits(detectors: list[Any]) -> None:
         oracle.assert_same_bits(out, oracle.axpy(a, x, y))
     np.testing.assert_array_equal(arrays[1], y)  # the caller's y, not donated, is as it was
     assert_race_free(detectors, kernels=2)
+
+
+@pytest.mark.parametrize("schedule", contract.SCHEDULES)
+def test_forward_alone_on_a_ragged_shape(schedule: str) -> None:
+    """Not differentiated, the kernel may take y's buffer, and a block that hangs over the edge must still fit it."""
+    x = np.arange(17 * 257, dtype=np.float32).reshape(17, 257)
+    config = tiledops.PipelineConfig(block=(8, 128), schedule=schedule, mode="simulate")
+    np.testing.assert_array_equal(tiledops.axpy(2.0, x, x, config=config), 3 * x)

@@ -121,7 +121,7 @@ def _tpu_info_module() -> Any:
 
 @functools.cache
 def prepare_simulator() -> None:
-    """Lets emit_pipeline be traced, and rematerialised, off TPU. Once a process, at the first simulated call.
+    """Lets emit_pipeline be traced, and rematerialised, off TPU. Once a process, at the first kernel.
 
     emit_pipeline asks JAX which TPU the default device is and fails on any other, so the kinds of the devices at
     hand are registered as the chip being simulated. The interpreter's callbacks carry effects that
