@@ -17,14 +17,14 @@ F32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 SHAPES = {
     (16384, 8192): "aligned",
     (10001, 16001): "ragged both ways",
-    (50257, 3072): "an embedding with an odd vocabulary: the sum's last tile is masked",
+    (50257, 3072): "an embedding with an odd vocabulary",
     (32768, 7, 512): "seen as (7, 32768, 512)",
 }
 BAR = 0.5
-# A sum over rows or columns that no block divides masks its products. In bfloat16 on TPU7x, whose memory moves a tile
-# in the fewest cycles, that takes 0.6 of them: still memory-bound, by less of a margin.
-MASKED = {(10001, 16001), (50257, 3072)}
-BAR_MASKED = 0.65
+# The sum of a gain's gradient a feature adds every product into the sum of its own column. In bfloat16 that takes up to
+# 0.61 of the time on v4 (where libtpu 0.0.50 spills registers that 0.0.42 did not) and on TPU7x (whose memory moves a
+# tile in the fewest cycles): still memory-bound, by less of a margin.
+BAR_FEATURES = {"v4": 0.65, "tpu7x": 0.65}
 
 
 def forward(a: Any, x: Any, y: Any) -> Any:
@@ -45,8 +45,8 @@ def test_arithmetic_hides_behind_memory(chip: str, dtype: Any) -> None:
         arrays = [jax.ShapeDtypeStruct(shape, dtype)] * (2 if op is forward else 3)
         programs.append((op, (jax.ShapeDtypeStruct(gain, F32), *arrays)))
     for (op, shape, gain), (schedule,) in zip(cases, bundles.schedules(programs, chip=chip), strict=True):
-        masked = op is backward and shape in MASKED
-        bar = BAR_MASKED if masked and (chip, dtype) == ("tpu7x", BF16) else BAR
+        sums_features = op is backward and gain and dtype == BF16
+        bar = BAR_FEATURES.get(chip, BAR) if sums_features else BAR
         assert schedule.steps > 1, (shape, gain)
         assert 0 < schedule.ratio < bar, (op.__name__, shape, gain, schedule, schedule.ratio)
 
