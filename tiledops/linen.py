@@ -1,4 +1,4 @@
-"""Gates for residual networks in Flax Linen. The same layers, parameters and results as in `tiledops.nnx`."""
+"""Gates for residual networks in Flax Linen, and the training state. Parameters and results: as in `tiledops.nnx`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from flax import linen as nn
 from tiledops import gates
 from tiledops.config import PipelineConfig
 from tiledops.gates import Initializer
+from tiledops.training import TrainState
+
+__all__ = ["Axpy", "LayerScale", "ReZero", "Residual", "StochasticDepth", "TrainState"]
 
 
 class Axpy(nn.Module, kw_only=True):

@@ -1,4 +1,4 @@
-"""Gates for residual networks in Flax NNX. The same layers, parameters and results as in `tiledops.linen`."""
+"""Gates for residual networks in Flax NNX, and the optimizer. Parameters and results: as in `tiledops.linen`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from flax import nnx
 from tiledops import gates
 from tiledops.config import PipelineConfig
 from tiledops.gates import Initializer
+from tiledops.training import Optimizer
+
+__all__ = ["Axpy", "LayerScale", "Optimizer", "ReZero", "Residual", "StochasticDepth"]
 
 
 class Axpy(nnx.Module):
