@@ -2,10 +2,10 @@
 
     python examples/train_language_model.py
 
-The model is a pre-norm transformer over bytes (Flax NNX). Its text is on every machine: the source of Python's own
-standard library, split into train and held-out by file. On a TPU the kernels are compiled; anywhere else Pallas
-simulates them, race detector on, which shows that they are right and not that they are fast. At the end the same
-model is trained from the same seed with plain jnp adds and Optax, and the two loss curves are compared.
+The model is a pre-norm transformer over bytes (`language_model.py`). Its text is on every machine: the source of
+Python's own standard library, split into train and held-out by file. On a TPU the kernels are compiled; anywhere else
+Pallas simulates them, race detector on, which shows that they are right and not that they are fast. At the end the
+same model is trained from the same seed with plain jnp adds and Optax, and the two loss curves are compared.
 
 Losses are in bits per byte: a byte is 8 bits to who knows nothing, and so to the model at the start.
 """
@@ -15,13 +15,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import math
-import random
-import sys
-import sysconfig
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TextIO
@@ -30,16 +25,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax  # type: ignore[import-untyped]
+from console import progress, what_runs
 from flax import nnx
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from language_model import LanguageModel, Size, bits_per_byte, standard_library
 
 import tiledops
 import tiledops.nnx
 import tiledops.transforms
 
-BYTES = 256
 HEAD_WIDTH = 32
-TRAIN_BYTES, HELD_OUT_BYTES = 2**20, 2**18  # what is read of the text, in whole files
 HELD_OUT_BATCHES = 8
 
 
@@ -74,78 +68,6 @@ TILEDOPS = Library("tiledops", tiledops.nnx.ReZero, tiledops.transforms, tiledop
 PLAIN = Library("plain", PlainGate, optax, optax.apply_updates)
 
 
-def rotate(x: jax.Array) -> jax.Array:
-    """Rotary positions (Su et al. 2021) for x of shape (batch, context, heads, HEAD_WIDTH)."""
-    frequencies = 10000.0 ** -jnp.linspace(0, 1, HEAD_WIDTH // 2, endpoint=False)
-    angles = jnp.arange(x.shape[1])[:, None, None] * frequencies
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
-
-
-class Block(nnx.Module):
-    """Attention and an MLP, each a branch whose result goes through a gate: h = gain*branch + h."""
-
-    def __init__(self, width: int, library: Library, *, rngs: nnx.Rngs):
-        self.norm = nnx.RMSNorm(width, use_scale=False, rngs=rngs)
-        self.qkv = nnx.Linear(width, 3 * width, use_bias=False, rngs=rngs)
-        self.project = nnx.Linear(width, width, use_bias=False, rngs=rngs)
-        self.up = nnx.Linear(width, 2 * width, use_bias=False, rngs=rngs)
-        self.down = nnx.Linear(2 * width, width, use_bias=False, rngs=rngs)
-        self.attention_gate = library.gate(rngs=rngs)
-        self.mlp_gate = library.gate(rngs=rngs)
-
-    def __call__(self, h: jax.Array) -> jax.Array:
-        h = self.attention_gate(self.attention(self.norm(h)), h)
-        return self.mlp_gate(self.down(nnx.gelu(self.up(self.norm(h)))), h)
-
-    def attention(self, x: jax.Array) -> jax.Array:
-        q, k, v = jnp.split(self.qkv(x).reshape(*x.shape[:2], -1, HEAD_WIDTH), 3, axis=2)
-        mixed = jax.nn.dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
-        return self.project(mixed.reshape(x.shape))
-
-
-class LanguageModel(nnx.Module):
-    """Bytes (batch, context) to the logits of each next byte (batch, context, BYTES).
-
-    The blocks are stacked: one array holds a weight of all of them, and one scan runs them. So a kernel is traced once
-    for all blocks, and the optimizer has as many arrays to update as one block has.
-    """
-
-    def __init__(self, width: int, layers: int, library: Library, *, rngs: nnx.Rngs):
-        self.embed = nnx.Embed(BYTES, width, embedding_init=nnx.initializers.normal(1.0), rngs=rngs)
-        self.blocks = nnx.vmap(lambda rngs: Block(width, library, rngs=rngs))(rngs.split(layers))
-        self.norm = nnx.RMSNorm(width, use_scale=False, rngs=rngs)
-        # From zero, every byte is equally likely: the model starts at 8 bits per byte.
-        self.head = nnx.Linear(width, BYTES, use_bias=False, kernel_init=nnx.initializers.zeros, rngs=rngs)
-
-    def __call__(self, text: jax.Array) -> jax.Array:
-        block, weights = nnx.split(self.blocks)
-        h, _ = jax.lax.scan(lambda h, one: (nnx.merge(block, one)(h), None), self.embed(text), weights)
-        return self.head(self.norm(h))
-
-
-def bits_per_byte(model: LanguageModel, text: jax.Array) -> jax.Array:
-    """The loss on text (batch, context + 1): each byte is predicted from those before it."""
-    nats = optax.softmax_cross_entropy_with_integer_labels(model(text[:, :-1]), text[:, 1:])
-    return nats.mean() / math.log(2)
-
-
-def standard_library(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes to train on, and bytes of other files to hold out: modules of Python's standard library."""
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    random.Random(seed).shuffle(files)
-
-    def read(least: int) -> np.ndarray:
-        text = b""
-        while files and len(text) < least:
-            text += files.pop().read_bytes()
-        return np.frombuffer(text, np.uint8)
-
-    held_out = read(HELD_OUT_BYTES)
-    return read(TRAIN_BYTES), held_out
-
-
 def windows(text: np.ndarray, batch: int, length: int, seed: int) -> Iterator[jax.Array]:
     """Batches of random windows of the text, for ever, and the same for the same seed."""
     draw = np.random.default_rng(seed)
@@ -158,7 +80,8 @@ def train(
     library: Library, args: argparse.Namespace, text: tuple[np.ndarray, np.ndarray], metrics: TextIO
 ) -> tuple[LanguageModel, list[float]]:
     """The trained model and its losses. All that is random comes from `args.seed`, the same for every library."""
-    model = LanguageModel(HEAD_WIDTH * args.heads, args.layers, library, rngs=nnx.Rngs(args.seed))
+    width = HEAD_WIDTH * args.heads
+    model = LanguageModel(Size(args.layers, width, args.heads, 2 * width), library.gate, rngs=nnx.Rngs(args.seed))
     optimizer = library.optimizer(args.steps)
     state = optimizer.init(nnx.state(model, nnx.Param))
 
@@ -181,7 +104,7 @@ def train(
             state, loss = step(model, state, next(batches))
             losses.append(float(loss))
             rate = args.batch * args.context / (time.perf_counter() - start)
-            show(number, losses[-1], rate)
+            show(number, f"loss {losses[-1]:.3f}  {rate:,.0f} tokens/s")
             record = {"library": library.name, "step": number, "loss": losses[-1], "tokens_per_second": rate}
             print(json.dumps(record), file=metrics)
     after = float(evaluate(model))
@@ -201,23 +124,6 @@ def continuation(model: LanguageModel, seen: jax.Array, keys: jax.Array) -> jax.
     return jax.lax.scan(sample, seen, keys)[1].reshape(-1)
 
 
-@contextmanager
-def progress(name: str, steps: int) -> Iterator[Callable[[int, float, float], None]]:
-    """A bar on a terminal, a dozen lines elsewhere."""
-
-    def line(step: int, loss: float, rate: float) -> None:
-        if step in (1, steps) or step % math.ceil(steps / 12) == 0:
-            print(f"{name:8}  step {step}/{steps}  loss {loss:.3f}  {rate:,.0f} tokens/s", flush=True)
-
-    if not sys.stdout.isatty():
-        yield line
-        return
-    numbers = TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s")
-    with Progress(TextColumn(f"{name:8}"), BarColumn(20), MofNCompleteColumn(), numbers, TimeRemainingColumn()) as bar:
-        task = bar.add_task(name, total=steps, loss=math.nan, rate=0.0)
-        yield lambda step, loss, rate: bar.update(task, completed=step, loss=loss, rate=rate)
-
-
 def printable(text: Any) -> str:
     """With a margin, and a dot for each byte that is not printable ASCII."""
     return "  | " + "".join(chr(b) if 32 <= b < 127 or b == 10 else "." for b in map(int, text)).replace("\n", "\n  | ")
@@ -233,16 +139,6 @@ def plot(path: Path, curves: dict[str, list[float]]) -> None:
     axes.set(xlabel="step", ylabel="training loss, bits per byte")
     axes.legend()
     figure.savefig(path)
-
-
-def what_runs(config: tiledops.PipelineConfig) -> str:
-    chip, attached = tiledops.chips.target()
-    mode, backend = tiledops.modes.resolve(config), jax.default_backend()
-    if mode == "tpu" and not attached:
-        raise RuntimeError(f"mode tpu runs on a TPU alone; JAX has {backend} here. Use simulate or reference")
-    kernels = {"tpu": "compiled", "simulate": "simulated, race detector on", "reference": "replaced by plain jnp"}[mode]
-    device = f"TPU {tiledops.chips.chip_name(chip)}{'' if attached else ', imitated'}"
-    return f"jax {jax.__version__} on {backend}; chip {device}; mode {mode}: kernels {kernels}"
 
 
 def main() -> None:

@@ -175,7 +175,7 @@ def test_training_text_is_split_by_file_and_by_seed() -> None:
 
 def test_training_model_sees_no_byte_before_it_predicts_it() -> None:
     example = load("train_language_model")
-    model = example.LanguageModel(32, 2, example.PLAIN, rngs=nnx.Rngs(0))
+    model = example.LanguageModel(example.Size(2, 32, 1, 64), example.PlainGate, rngs=nnx.Rngs(0))
     for gate in (model.blocks.attention_gate, model.blocks.mlp_gate):
         gate.gain[...] = jnp.ones(2)
     model.head.kernel[...] = jnp.eye(32, 256)
