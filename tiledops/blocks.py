@@ -51,6 +51,12 @@ def square(coefficients: Blocks, blocks: Blocks, *, exact: bool) -> tuple[Blocks
     return (), _f32(g) * _f32(g)
 
 
+def checked_square(coefficients: Blocks, blocks: Blocks, *, exact: bool) -> tuple[Blocks, jax.Array]:
+    """sum of g*g + (g - g): as `square`, but NaN if any g is infinite too. Squares that overflow make it infinite."""
+    (g,) = blocks
+    return (), _f32(g) * _f32(g) + (_f32(g) - _f32(g))
+
+
 def multiply_add(a: jax.Array, x: jax.Array, y: jax.Array, *, exact: bool) -> jax.Array:
     """a*x + y in float32.
 
@@ -67,7 +73,14 @@ def multiply_add(a: jax.Array, x: jax.Array, y: jax.Array, *, exact: bool) -> ja
 
 
 # Operations of one element, as XLA's scheduler counts them.
-FLOPS: dict[Callable[..., Any], int] = {axpy: 2, scale: 1, dot: 2, scale_and_dot: 3, square: 2}
+FLOPS: dict[Callable[..., Any], int] = {
+    axpy: 2,
+    scale: 1,
+    dot: 2,
+    scale_and_dot: 3,
+    square: 2,
+    checked_square: 4,
+}
 
 
 def _f32(x: jax.Array) -> jax.Array:

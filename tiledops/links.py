@@ -167,28 +167,41 @@ def clip(numbers: Blocks, g: jax.Array, state: Blocks, p: jax.Array, *, exact: b
 
 
 @functools.cache
-def fused(chain: tuple[Link, ...], *, stores_update: bool = True) -> Callable[..., tuple[Blocks, None]]:
+def fused(
+    chain: tuple[Link, ...], *, stores_update: bool = True, guarded: bool = False
+) -> Callable[..., tuple[Blocks, None]]:
     """The block function of a chain: cached, so that equal chains are one function and one kernel.
 
     Its coefficients are the links' numbers in order; its blocks are g, the links' blocks of state in order, and p if
     any link reads it. It stores the new state in the same order and then, unless `stores_update` is off, the update.
+
+    If `guarded`, there is one more coefficient before the others. Where it is 0, the state is stored as it was, and so
+    is the parameter if the last link applies the update; an update is stored as 0.
     """
     reads_param = any(link.reads_param for link in chain)
 
     def run(coefficients: Blocks, arrays: Blocks, *, exact: bool) -> tuple[Blocks, None]:
-        numbers, states = iter(coefficients), iter(arrays[1:])
+        accept = coefficients[0] != 0 if guarded else None
+        numbers, states = iter(coefficients[1:] if guarded else coefficients), iter(arrays[1:])
         update, param = arrays[0], arrays[-1] if reads_param else None
         stored: list[jax.Array] = []
         for link in chain:
             its_numbers = tuple(next(numbers) for _ in link.numbers)
             its_state = tuple(next(states) for _ in range(link.state))
             update, new = link.compute(its_numbers, update, its_state, param, exact=exact)
-            stored.extend(new)
+            stored.extend(_chosen(accept, x, old) for x, old in zip(new, its_state, strict=True))
+        if accept is not None:
+            update = _chosen(accept, update, arrays[-1] if chain[-1] is apply else jnp.zeros((), update.dtype))
         return (*stored, update) if stores_update else tuple(stored), None
 
-    run.__name__ = "_".join(link.compute.__name__ for link in chain)
+    run.__name__ = "_".join([*(["guarded"] if guarded else []), *(link.compute.__name__ for link in chain)])
     blocks.FLOPS[run] = sum(link.flops for link in chain)
     return run
+
+
+def _chosen(accept: jax.Array | None, new: jax.Array, old: jax.Array) -> jax.Array:
+    """The new block, or the old one's very bits where a step is not accepted."""
+    return new if accept is None else jnp.where(accept, new.astype(old.dtype), old)
 
 
 def _times(a: jax.Array, x: jax.Array, *, exact: bool) -> jax.Array:

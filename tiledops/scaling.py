@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 
 from tiledops import links, updates
-from tiledops.transformation import Plan, TiledTransformation, masked
+from tiledops.transformation import Incoming, Plan, TiledTransformation, masked
 from tiledops.updates import Stage
 
 ScalarOrSchedule = Any  # a number, an array, or a function of the step that returns one
@@ -177,8 +177,11 @@ def clip_by_global_norm(max_norm: Any) -> TiledTransformation:
       TypeError: a leaf that is not float32 or bfloat16; the message names it by its path.
     """
 
-    def plan(state: optax.EmptyState, grads: Any, specs: Any) -> Plan:
-        norm = jnp.sqrt(updates.sum_of_squares(grads, specs=specs))
+    def plan(state: optax.EmptyState, incoming: Incoming) -> Plan:
+        squares = incoming.squares
+        if squares is None:
+            squares = updates.sum_of_squares(incoming.updates, specs=incoming.specs)
+        norm = jnp.sqrt(squares)
         factor = jnp.where(norm < max_norm, jnp.float32(1), max_norm / norm)
         return Plan((Stage(links.scale, (factor,)),), lambda _: state)
 

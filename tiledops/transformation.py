@@ -2,7 +2,7 @@
 
 A transformation says in a `Plan` what it does at a step: its stages, each a link of `tiledops.links` with this step's
 numbers and trees of state, and the state that follows. `update` and `step` are made of that, and so is `chain`, which
-strings the stages of its members together.
+strings the stages of its members together, and `apply_if_finite`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 
-from tiledops import contract, updates
+from tiledops import contract, finite, updates
+from tiledops.finite import Request, Run
 from tiledops.updates import Stage
 
 
@@ -26,7 +27,15 @@ class Plan(NamedTuple):
     finish: Callable[[list[tuple[Any, ...]]], Any]
 
 
-Planner = Callable[[Any, Any, Any], Plan]  # plan(state, incoming updates, specs)
+class Incoming(NamedTuple):
+    """The updates that a pass begins with, how they are sharded, and their sum of squares if it is known."""
+
+    updates: Any
+    specs: Any
+    squares: jax.Array | None
+
+
+Planner = Callable[[Any, Incoming], Plan]  # plan(state, incoming)
 
 
 class TiledTransformation(optax.GradientTransformationExtraArgs):
@@ -35,8 +44,16 @@ class TiledTransformation(optax.GradientTransformationExtraArgs):
     Attributes:
       init: `init(params) -> state`.
       update: `update(updates, state, params=None, **extra_args) -> (updates, state)`, as Optax has it.
-      step: `step(grads, state, params, **extra_args) -> (params, state)`: `update` and `apply_updates` together, in one
-        pass if the whole is a chain of links, in place where `state` and `params` are donated.
+      step: `step(grads, state, params, *, check_finite=False, **extra_args) -> (params, state)`: `update` and
+        `apply_updates` together, in one pass if the whole is a chain of links, in place where `state` and `params` are
+        donated.
+
+    With `check_finite=True` a step whose gradients are not all finite leaves parameters and state bit for bit as they
+    are. What it reports is in the state, an `optax.ApplyIfFiniteState`: `last_finite`, and the counts `total_notfinite`
+    and `notfinite_count` (in a row); `inner_state` is the transformation's own. A state without them becomes one with
+    them. To have them from the start, which a loop of `jax.lax` needs, use `apply_if_finite`, whose every step checks.
+    The check is one reduction over the gradients, and none of its own where the chain begins with
+    `clip_by_global_norm`. Gradients that are finite, but so large that their sum of squares overflows, pass.
 
     `jax.jit` gives donated buffers to results of the same shape in the order in which both come. A training step must
     therefore return what it donates in the order of its arguments, `train_step(params, state, batch) -> (params, state,
@@ -47,32 +64,41 @@ class TiledTransformation(optax.GradientTransformationExtraArgs):
     """
 
     step: Callable[..., tuple[Any, Any]]
+    run: Run  # what both are made of
     plan: Planner | None  # None: not made of links, hence a pass of its own
     reads_all: bool  # its plan needs the values of all incoming updates, so that it can only be the first of a pass
 
-    def __new__(cls, init: Any, update: Any, step: Any) -> TiledTransformation:
+    def __new__(cls, init: Any, run: Run, *, counts: bool = False) -> TiledTransformation:
+        """Of `init` and `run`; `counts` says that its own state counts steps that are not finite."""
+
+        def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+            return run(grads, state, params, Request(apply=False), **extra_args)
+
+        def step(
+            grads: Any, state: Any, params: Any, *, check_finite: bool = False, **extra_args: Any
+        ) -> tuple[Any, Any]:
+            if not check_finite or counts:
+                return run(grads, state, params, Request(apply=True), **extra_args)
+            checked = finite.guard(run, finite.NEVER)
+            return checked(grads, finite.counted(state), params, Request(apply=True), **extra_args)
+
         self: TiledTransformation = super().__new__(cls, init, update)
-        self.step, self.plan, self.reads_all = step, None, False
+        self.step, self.run, self.plan, self.reads_all = step, run, None, False
         return self
 
     @classmethod
     def of(cls, init: Callable[[Any], Any], plan: Planner, *, reads_all: bool = False) -> TiledTransformation:
         """From `init` and from what a step does; all else follows."""
 
-        def run(grads: Any, state: Any, params: Any, *, apply: bool, specs: Any) -> tuple[Any, Any]:
-            stages, finish = plan(state, grads, specs)
-            if params is None and (apply or any(stage.link.reads_param for stage in stages)):
+        def run(grads: Any, state: Any, params: Any, request: Request, **extra_args: Any) -> tuple[Any, Any]:
+            specs = extra_args.get("specs")
+            stages, finish = plan(state, Incoming(grads, specs, request.squares))
+            if params is None and (request.apply or any(stage.link.reads_param for stage in stages)):
                 raise ValueError("this transformation needs the parameters; got params=None. Pass them to update()")
-            results, new = updates.run(stages, grads, params, apply=apply, specs=specs)
-            return results, finish(new)
+            results, new = updates.run(stages, grads, params, apply=request.apply, accept=request.accept, specs=specs)
+            return results, finite.chosen(request.accept, finish(new), state, new)
 
-        def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-            return run(grads, state, params, apply=False, specs=extra_args.get("specs"))
-
-        def step(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
-            return run(grads, state, params, apply=True, specs=extra_args.get("specs"))
-
-        self = cls(init, update, step)
+        self = cls(init, run)
         self.plan, self.reads_all = plan, reads_all
         return self
 
@@ -87,11 +113,15 @@ class TiledTransformation(optax.GradientTransformationExtraArgs):
             )
         theirs = optax.with_extra_args_support(transformation)
 
-        def step(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
-            changes, state = theirs.update(grads, state, params, **extra_args)
-            return updates.apply_updates(params, changes, specs=extra_args.get("specs")), state
+        def run(grads: Any, state: Any, params: Any, request: Request, **extra_args: Any) -> tuple[Any, Any]:
+            changes, new = theirs.update(grads, state, params, **extra_args)
+            kept = finite.chosen(request.accept, new, state)
+            if request.apply:
+                specs = extra_args.get("specs")
+                return updates.run((), changes, params, apply=True, accept=request.accept, specs=specs)[0], kept
+            return finite.chosen(request.accept, changes, jax.tree.map(jnp.zeros_like, changes)), kept
 
-        return cls(theirs.init, theirs.update, step)
+        return cls(theirs.init, run)
 
 
 def chain(*transformations: optax.GradientTransformation) -> TiledTransformation:
@@ -133,9 +163,9 @@ def _one_pass(members: Sequence[TiledTransformation]) -> TiledTransformation:
     def init(params: Any) -> tuple[Any, ...]:
         return tuple(member.init(params) for member in members)
 
-    def plan(state: Any, grads: Any, specs: Any) -> Plan:
+    def plan(state: Any, incoming: Incoming) -> Plan:
         _check_states(state, len(members))
-        plans = [member.plan(its, grads, specs) for member, its in zip(members, state, strict=True)]  # type: ignore[misc]
+        plans = [member.plan(its, incoming) for member, its in zip(members, state, strict=True)]  # type: ignore[misc]
 
         def finish(new: list[tuple[Any, ...]]) -> tuple[Any, ...]:
             trees = iter(new)
@@ -158,41 +188,57 @@ def _several_passes(passes: list[list[TiledTransformation]]) -> TiledTransformat
     def init(params: Any) -> tuple[Any, ...]:
         return tuple(state for part in parts for state in part.init(params))
 
-    def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+    def run(grads: Any, state: Any, params: Any, request: Request, **extra_args: Any) -> tuple[Any, Any]:
         new: tuple[Any, ...] = ()
         for part, old in zip(parts, split(state), strict=True):
-            grads, its = part.update(grads, old, params, **extra_args)
+            its_request = request._replace(apply=request.apply and part is parts[-1])
+            grads, its = part.run(grads, old, params, its_request, **extra_args)
             new += its
+            request = request._replace(squares=None)  # those that come next are others
         return grads, new
 
-    def step(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
-        *firsts, (last, its_state) = zip(parts, split(state), strict=True)
-        new: tuple[Any, ...] = ()
-        for part, old in firsts:
-            grads, its = part.update(grads, old, params, **extra_args)
-            new += its
-        params, its = last.step(grads, its_state, params, **extra_args)
-        return params, new + its
-
-    return TiledTransformation(init, update, step)
+    return TiledTransformation(init, run)
 
 
 def _alone(member: TiledTransformation) -> TiledTransformation:
     """A transformation that is a pass of its own, as a chain of one."""
 
-    def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        grads, its = member.update(grads, state[0], params, **extra_args)
+    def run(grads: Any, state: Any, params: Any, request: Request, **extra_args: Any) -> tuple[Any, Any]:
+        grads, its = member.run(grads, state[0], params, request, **extra_args)
         return grads, (its,)
 
-    def step(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
-        params, its = member.step(grads, state[0], params, **extra_args)
-        return params, (its,)
+    return TiledTransformation(lambda params: (member.init(params),), run)
 
-    return TiledTransformation(lambda params: (member.init(params),), update, step)
+
+def apply_if_finite(inner: optax.GradientTransformation, max_consecutive_errors: int) -> TiledTransformation:
+    """Takes a step only if every gradient is finite: `optax.apply_if_finite`.
+
+    A step that is not taken leaves parameters and the inner state bit for bit as they are. What the check costs is said
+    at `TiledTransformation`.
+
+    >>> tx = tiledops.transforms.apply_if_finite(tiledops.transforms.sgd(0.5, momentum=0.9), max_consecutive_errors=3)
+    >>> params, state = tx.step(jnp.array([1.0, jnp.nan]), tx.init(jnp.ones(2)), jnp.ones(2))
+    >>> params, state.last_finite, state.total_notfinite
+    (Array([1., 1.], dtype=float32), Array(False, dtype=bool), Array(1, dtype=int32))
+
+    Args:
+      inner: the transformation to guard.
+      max_consecutive_errors: after so many refused steps in a row one is taken all the same, as in Optax. (If `inner`
+        then begins with `clip_by_global_norm`, all of it is NaN, where Optax leaves finite what infinities let it.)
+
+    Returns:
+      A transformation with state `optax.ApplyIfFiniteState`.
+
+    Raises:
+      TypeError: a leaf that is not float32 or bfloat16; the message names it by its path.
+    """
+    inner = TiledTransformation.adopt(inner)
+    init = optax.apply_if_finite(inner, max_consecutive_errors).init
+    return TiledTransformation(init, finite.guard(inner.run, max_consecutive_errors), counts=True)
 
 
 def _check_states(state: Any, count: int) -> None:
-    if not isinstance(state, tuple) or len(state) != count:
+    if not isinstance(state, tuple) or hasattr(state, "_fields") or len(state) != count:
         raise ValueError(
             f"the state of a chain of {count} must be the tuple of {count} states that its init() makes; got "
             f"{type(state).__name__}" + (f" of {len(state)}" if isinstance(state, tuple) else "")
@@ -202,9 +248,9 @@ def _check_states(state: Any, count: int) -> None:
 def masked(init: Callable[[Any], Any], plan: Planner, mask: Any) -> TiledTransformation:
     """`optax.masked` for what is planned: the same state, still one pass."""
 
-    def masked_plan(state: optax.MaskedState, grads: Any, specs: Any) -> Plan:
-        tree = mask(grads) if callable(mask) else mask
-        stages, finish = plan(state.inner_state, grads, specs)
+    def masked_plan(state: optax.MaskedState, incoming: Incoming) -> Plan:
+        tree = mask(incoming.updates) if callable(mask) else mask
+        stages, finish = plan(state.inner_state, incoming)
         stages = tuple(stage._replace(mask=tree) for stage in stages)
         return Plan(stages, lambda new: optax.MaskedState(finish(new)))
 

@@ -31,13 +31,14 @@ from tiledops.scaling import (
     scale_by_learning_rate,
     scale_by_schedule,
 )
-from tiledops.transformation import TiledTransformation, chain
+from tiledops.transformation import TiledTransformation, apply_if_finite, chain
 
 __all__ = [
     "TiledTransformation",
     "adam",
     "adamw",
     "add_decayed_weights",
+    "apply_if_finite",
     "chain",
     "clip",
     "clip_by_global_norm",

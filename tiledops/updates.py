@@ -75,6 +75,7 @@ def run(
     params: Any,
     *,
     apply: bool,
+    accept: jax.Array | None = None,
     config: PipelineConfig | None = None,
     specs: Any = None,
 ) -> tuple[Any, list[tuple[Any, ...]]]:
@@ -84,6 +85,7 @@ def run(
       updates: the gradients. A None leaf has no update and no new state.
       params: needed to apply, or by a stage that reads it; else it may be None.
       apply: whether to add the update to the parameter.
+      accept: a bool scalar array; where it is False, parameters and state stay as they are, and updates are zero.
       specs: a tree of PartitionSpecs, the updates' tree or a prefix of it, for a mesh with Auto axes; or None.
 
     Returns:
@@ -119,7 +121,7 @@ def run(
             )
         else:
             new, new_state = _leaf(
-                call, stages, values, [bool(mask[i]) for mask in masks], g, p, state, where, placed[i]
+                call, stages, values, [bool(mask[i]) for mask in masks], accept, g, p, state, where, placed[i]
             )
         results.append(new)
         for column, value in zip(states, new_state, strict=True):
@@ -133,6 +135,7 @@ def _leaf(
     stages: list[Stage],
     values: Any,
     active: list[bool],
+    accept: jax.Array | None,
     g: Any,
     p: Any,
     state: list[Any],
@@ -141,10 +144,12 @@ def _leaf(
 ) -> tuple[Any, list[Any]]:
     """One leaf's pass: its update or new parameter, and its new state in the order of `state`."""
     if not any(active):
-        return g, state
+        return g if accept is None else jnp.where(accept, g, jnp.zeros_like(g)), state
     g = check_leaf(g, f"updates{where}")
     dtype = g.dtype
     chain, coefficients, taken = [], [], []
+    if accept is not None:
+        coefficients.append(accept.astype(jnp.float32).reshape((1,) * g.ndim))
     blocks_of_state = iter(range(len(state)))
     for stage, its_values, on in zip(stages, values, active, strict=True):
         own = [next(blocks_of_state) for _ in stage.state]
@@ -168,7 +173,8 @@ def _leaf(
     elif dtype not in contract.DTYPES:  # float64 or float16, by the dtype of a hyperparameter
         dtype = jnp.dtype(jnp.float32)
     # The last link's first block of state, if that is the update too: stored once.
-    shared = len(taken) - last.state if last.keeps_update and state[taken[-last.state]].dtype == dtype else None
+    same = last.keeps_update and accept is None and state[taken[-last.state]].dtype == dtype
+    shared = len(taken) - last.state if same else None
     arrays = (g, *(state[k] for k in taken), *((p,) if reads_param else ()))
     outs = [state[k].dtype for k in taken] + [dtype] * (shared is None)
     aliases = [(1 + k, k) for k in range(len(taken))]
@@ -177,7 +183,7 @@ def _leaf(
     if g.size == 0:
         stored = tuple(jnp.zeros(g.shape, out) for out in outs)
     else:
-        block = links.fused(tuple(chain), stores_update=shared is None)
+        block = links.fused(tuple(chain), stores_update=shared is None, guarded=accept is not None)
         operation = call.operation(block, tuple(outs), aliases=tuple(aliases))
         stored = _launch(call, operation, tuple(coefficients), arrays, where, spec)
     for k, value in zip(taken, stored, strict=False):
@@ -185,8 +191,11 @@ def _leaf(
     return stored[-1 if shared is None else shared], state
 
 
-def sum_of_squares(tree: Any, *, specs: Any = None) -> jax.Array:
-    """Of all elements of all leaves, in float32: one kernel a leaf that reads it once."""
+def sum_of_squares(tree: Any, *, checked: bool = False, specs: Any = None) -> jax.Array:
+    """Of all elements of all leaves, in float32: one kernel a leaf that reads it once.
+
+    If `checked`, it is NaN if and only if an element is not finite.
+    """
     call = Call.of(None)
     structure: Any
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
@@ -195,7 +204,7 @@ def sum_of_squares(tree: Any, *, specs: Any = None) -> jax.Array:
         where = jax.tree_util.keystr(path)
         x = check_leaf(leaf, f"updates{where}")
         if x.size:
-            operation = call.operation(blocks.square, total=(1,) * x.ndim)
+            operation = call.operation(blocks.checked_square if checked else blocks.square, total=(1,) * x.ndim)
             total += _launch(call, operation, (), (x,), where, spec)[0].reshape(())
     return total
 
