@@ -2,12 +2,10 @@
 
 import inspect
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -380,32 +378,3 @@ def test_a_partitioned_gain_is_sharded_as_it_is_made(kind):
         logical = nnx.with_partitioning(nnx.initializers.ones, ("embed",), sharding_rules=(("embed", "model"),))
         layer = LayerScale(4, gain_init=logical, rngs=nnx.Rngs(0))
         assert layer.gain[...].sharding.spec == P("model")
-
-
-# Checkpoints
-
-
-def test_checkpoints_go_between_a_plain_module_and_both_flavours(tmp_path):
-    """By the obvious names, through orbax: a plain module's into NNX's and Linen's layer, and back."""
-    plain = one(Plain)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "plain", nnx.to_pure_dict(nnx.state(plain)))
-        checkpointer.wait_until_finished()
-        ours = nnx.eval_shape(lambda: one(Axpy))
-        graph, abstract = nnx.split(ours)
-        restored = checkpointer.restore(tmp_path / "plain", nnx.to_pure_dict(abstract))
-        nnx.replace_by_pure_dict(abstract, restored)
-        ours = nnx.merge(graph, abstract)
-        same(ours.gate.gain[...], plain.gate.gain[...])
-
-        in_linen = linen.Residual(nn.Dense(5), linen.Axpy(5))
-        h = operands()[0]
-        abstract = jax.eval_shape(in_linen.init, KEY, h)["params"]
-        params = checkpointer.restore(tmp_path / "plain", abstract)
-        same(in_linen.apply({"params": params}, h), ours.gate(ours.body(h), h))
-
-        checkpointer.save(tmp_path / "ours", params)
-        checkpointer.wait_until_finished()
-        back = checkpointer.restore(tmp_path / "ours", nnx.to_pure_dict(nnx.state(plain)))
-        jax.tree.map(same, back, nnx.to_pure_dict(nnx.state(plain)))
-    assert flax.serialization.from_bytes(params, flax.serialization.to_bytes(params)).keys() == {"body", "gate"}
