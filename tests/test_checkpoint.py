@@ -55,7 +55,7 @@ def loss(op: Any, policy: Any = None, *, remat: bool = True) -> Any:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_how_often_the_kernel_runs(name: str) -> None:
-    """Traced for TPU. (The simulator's callbacks are effects, whose results JAX saves whatever the policy.)"""
+    """Traced for TPU. (A simulated kernel has an effect, and JAX saves the results of such whatever the policy.)"""
     policy, forwards = POLICIES[name]
     with tiledops.use_config(mode="tpu"):
         traced = jax.make_jaxpr(jax.grad(loss(tiledops.axpy, policy), (0, 1, 2)))(*operands())

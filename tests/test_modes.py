@@ -12,7 +12,7 @@ from cases import BY_NAME
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import tiledops
-from tiledops import PipelineConfig, modes
+from tiledops import PipelineConfig, modes, simulator
 
 X = np.ones((17, 257), np.float32)
 ON_TPU = PipelineConfig(mode="tpu")
@@ -116,7 +116,7 @@ def test_an_unknown_mode_in_the_environment_is_refused_even_where_it_loses(monke
 
 
 def test_the_simulator_looks_for_races_and_beyond_the_edge() -> None:
-    params = modes.interpret_params(2)
+    params = simulator.interpret_params(2)
     assert params.detect_races
     assert params.buffer_bounds == "padded"
     assert params.num_cores_or_threads == 2

@@ -14,14 +14,13 @@ import numpy as np
 import oracle
 import pytest
 from cases import BY_NAME, F32
-from jax._src import dispatch
 from jax._src.pallas.mosaic.interpret.shared_memory import SharedMemory
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import tiledops
-from tiledops import chips, modes
+from tiledops import chips, simulator
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -44,7 +43,8 @@ def broken(monkeypatch: pytest.MonkeyPatch, call: Any, error: BaseException) -> 
 
     with monkeypatch.context() as patched, tiledops.use_config(mode="simulate", block=(8, 128)):
         patched.setattr(SharedMemory, "get_buffer_content", failing)
-        with pytest.raises(jax.errors.JaxRuntimeError, match=type(error).__name__):
+        # Of several devices, one that waited for the failing one may be the first to say so.
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"{type(error).__name__}|BrokenBarrierError"):
             jax.block_until_ready(call())
     assert len(reads) >= 9
 
@@ -59,13 +59,11 @@ def test_an_exception_inside_a_kernel(monkeypatch: pytest.MonkeyPatch, error: Ba
 
 
 def test_an_exception_on_one_of_eight_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others don't wait for it for ever. JAX itself remembers the failure, in the ordered token of a program on
-    several devices, and would raise it again at the next call (jax-ml/jax#37587): it must be told to forget it."""
+    """The others don't wait for it for ever, and JAX forgets it (`simulator.forget_failure`)."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     x = jax.device_put(np.ones((64, 128), np.float32), NamedSharding(mesh, PartitionSpec("data")))
     with jax.set_mesh(mesh):
         broken(monkeypatch, lambda: jax.jit(lambda x: tiledops.axpy(0.5, x, x))(x), ValueError("in the kernel"))
-        dispatch.runtime_tokens.clear()
         with tiledops.use_config(mode="simulate"):
             np.testing.assert_array_equal(jax.jit(lambda x: tiledops.axpy(2.0, x, x))(x), np.full((64, 128), 3.0))
     works()
@@ -85,7 +83,7 @@ def test_a_race() -> None:
         out_specs=pl.BlockSpec(memory_space=pl.ANY),
         out_shape=jax.ShapeDtypeStruct((8, 128), F32),
         compiler_params=pltpu.CompilerParams(dimension_semantics=(pltpu.PARALLEL,)),
-        interpret=modes.interpret_params(2),
+        interpret=simulator.interpret_params(2),
     )
     try:
         jax.block_until_ready(racing(jnp.ones((8, 128))))

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 import tiledops
-from tiledops import blocks, chips, contract, modes, stream
+from tiledops import blocks, chips, contract, simulator, stream
 
 
 def run(case: Case, **fields: Any) -> None:
@@ -94,7 +94,7 @@ def test_the_detector_finds_a_race(detectors: list[Any]) -> None:
         out_specs=pl.BlockSpec(memory_space=pl.ANY),
         out_shape=jax.ShapeDtypeStruct((8, 128), F32),
         compiler_params=pltpu.CompilerParams(dimension_semantics=(pltpu.PARALLEL,)),
-        interpret=modes.interpret_params(2),
+        interpret=simulator.interpret_params(2),
     )
     try:
         jax.block_until_ready(call(jnp.ones((8, 128))))
@@ -154,7 +154,7 @@ def test_the_cost_that_xla_is_told(schedule: str) -> None:
 def test_no_operand_is_padded_or_copied() -> None:
     """Around the kernel there are views alone; that they are bitcasts, the TPU compiler says (test_compiled.py)."""
     allowed = {"jit", "pjit", "custom_vjp_call", "custom_vmap_call", "pallas_call", "transpose", "reshape", "squeeze"}
-    allowed |= {"convert_element_type", "broadcast_in_dim", "copy", "custom_jvp_call"}
+    allowed |= {"convert_element_type", "broadcast_in_dim", "copy", "custom_jvp_call", "tiledops_simulated"}
     for name in ("lesson", "column_feature", "merged", "vector"):
         case = BY_NAME[name]
         with tiledops.use_config(mode="simulate", block=case.block):

@@ -121,20 +121,15 @@ def _tpu_info_module() -> Any:
 
 @functools.cache
 def prepare_simulator() -> None:
-    """Lets emit_pipeline be traced, and rematerialised, off TPU. Once a process, at the first kernel.
+    """Lets emit_pipeline be traced off TPU. Once a process, at the first kernel.
 
     emit_pipeline asks JAX which TPU the default device is and fails on any other, so the kinds of the devices at
-    hand are registered as the chip being simulated. The interpreter's callbacks carry effects that
-    `jax.checkpoint` refuses unless told otherwise; running a kernel of ours twice is harmless, so it is told.
+    hand are registered as the chip being simulated.
     """
     registry = _tpu_info_module().registry
     for kind in {device.device_kind for device in jax.local_devices()} | {"cpu"}:
         if _version_of(kind) is None:
             registry.setdefault(kind, simulated_info)
-    effects = importlib.import_module("jax._src.effects")
-    callbacks = importlib.import_module("jax._src.callback")
-    for effect in (callbacks.IOEffect, callbacks.OrderedIOEffect):
-        effects.remat_allowed_effects.add_type(effect)
 
 
 @functools.cache

@@ -8,13 +8,11 @@ reference  the same block function over the whole array in plain jnp: no kernel 
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.experimental.pallas import tpu as pltpu
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -29,17 +27,6 @@ def resolve(config: PipelineConfig) -> str:
     environment = os.environ.get("TILEDOPS_MODE") or None
     contract.check_mode(environment, "the environment's TILEDOPS_MODE")
     return config.mode or environment or (TPU if chips.target()[1] else SIMULATE)
-
-
-@functools.cache
-def interpret_params(num_cores: int) -> Any:
-    """How `simulate` interprets a kernel."""
-    return pltpu.InterpretParams(
-        detect_races=True,
-        # A ragged last block reaches past the array's edge, as it does on TPU; what lies there reads as NaN.
-        buffer_bounds="padded",
-        num_cores_or_threads=num_cores,
-    )
 
 
 _for_tpu: Any = Primitive("tiledops_for_tpu")

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tiledops import blocks, chips, donation, layouts, modes, tiling
+from tiledops import blocks, chips, donation, layouts, modes, packing, simulator, tiling
 from tiledops.config import PipelineConfig
 from tiledops.tile import STREAMED, Refs, Tile, place
 
@@ -37,6 +37,8 @@ class Operation:
       mode: what runs it, resolved.
       chip: the chip that it is cut for.
       aliases: pairs (array, out): the stored array takes that array's buffer.
+      leaves: of how many leaves the arrays are. If several, each of one axis, the arrays of the first come first, then
+        those of the second ...; so do `outs`; and there is one sum over all.
     """
 
     block: BlockFunction
@@ -46,10 +48,23 @@ class Operation:
     mode: str
     chip: pltpu.TpuInfo
     aliases: tuple[tuple[int, int], ...] = ()
+    leaves: int = 1
 
     @property
     def name(self) -> str:
         return f"tiledops_{self.block.__name__}"
+
+    def on(self, leaves: int, arrays: int) -> Operation:
+        """The operation of one leaf that has so many arrays, on several leaves."""
+        outs = len(self.outs)
+        aliases = tuple((k * arrays + i, k * outs + out) for k in range(leaves) for i, out in self.aliases)
+        return dataclasses.replace(self, outs=self.outs * leaves, aliases=aliases, leaves=leaves)
+
+    @property
+    def leaf(self) -> Operation:
+        """The operation on one of its leaves."""
+        outs, aliases = len(self.outs) // self.leaves, len(self.aliases) // self.leaves
+        return dataclasses.replace(self, outs=self.outs[:outs], aliases=self.aliases[:aliases], leaves=1)
 
     def __call__(self, coefficients: tuple[jax.Array, ...], arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """The stored arrays, then the float32 sum if there is one."""
@@ -63,6 +78,7 @@ def stream(op: Operation, coefficients: tuple[jax.Array, ...], arrays: tuple[jax
     kernel = _Kernel(op, len(coefficients))
     chips.prepare_simulator()  # also to trace for a TPU where there is none, as `jax.export` does
     if op.mode == modes.SIMULATE:
+        simulator.forget_failure()
         # The interpreter pads the blocks of a grid but not the buffer that they alias.
         aliases = () if op.config.schedule == "blocked" else op.aliases
         return kernel.aliasing(aliases)(*coefficients, *arrays)
@@ -82,7 +98,8 @@ class _Kernel:
 
         def run(*operands: jax.Array) -> tuple[jax.Array, ...]:
             with chips.x64(False):  # index arithmetic in a kernel is 32-bit
-                return _streamed(op, operands[: self.coefficients], operands[self.coefficients :])
+                engine = _streamed if op.leaves == 1 else _packed
+                return engine(op, operands[: self.coefficients], operands[self.coefficients :])
 
         return run
 
@@ -205,7 +222,7 @@ def _call(op: Operation, tile: Tile, resident: list[jax.Array], streams: list[ja
     else:
         kernel, grid = pipelined, () if alone else (plan.cores,)
         ins, outs = [in_hbm] * len(streams), [in_hbm] * len(out_dtypes)
-    return pl.pallas_call(
+    call = pl.pallas_call(
         kernel,
         grid=grid,
         in_specs=[*map(tile.resident_spec, tile.resident), *ins],
@@ -223,14 +240,53 @@ def _call(op: Operation, tile: Tile, resident: list[jax.Array], streams: list[ja
             dimension_semantics=((pltpu.PARALLEL,) + (pltpu.ARBITRARY,) * len(plan.order))[: len(grid)],
             vmem_limit_bytes=plan.vmem_limit_bytes,
         ),
-        interpret=modes.interpret_params(op.chip.num_cores) if op.mode == modes.SIMULATE else False,
+        interpret=simulator.interpret_params(op.chip.num_cores) if op.mode == modes.SIMULATE else False,
         name=op.name,
         metadata={  # what `compiled` reads back
             "block": "x".join(map(str, plan.block)),
             "vmem_bytes": str(plan.buffer_bytes),
             "cores": str(plan.cores),
         },
-    )(*resident, *streams)
+    )
+    return (simulator.simulated(call) if op.mode == modes.SIMULATE else call)(*resident, *streams)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _packed(op: Operation, coefficients: Any, arrays: Any) -> tuple[jax.Array, ...]:
+    """One kernel for several vectors, each gathered into VMEM whole."""
+    ins, outs = len(arrays) // op.leaves, len(op.outs) // op.leaves
+    sizes = tuple(x.size for x in arrays[::ins])
+    pack = packing.Pack(sizes, tuple(x.dtype for x in arrays[:ins]), op.outs[:outs])
+    summed, scalars = op.total is not None, len(coefficients)
+    compute = functools.partial(op.block, exact=op.mode != modes.TPU)
+
+    def kernel(*refs: Any) -> None:
+        numbers, refs = refs[:scalars], refs[scalars:]
+        hbm, refs = refs[: len(arrays)], refs[len(arrays) :]
+        results, refs = refs[: len(op.outs)], refs[len(op.outs) :]
+        total, scratch = (refs[0], refs[1:]) if summed else (None, refs)
+        pack.run(compute, tuple(ref[...] for ref in numbers), hbm, results, total, scratch)
+
+    in_smem, in_hbm = (pl.BlockSpec(memory_space=space) for space in (pltpu.SMEM, pl.ANY))
+    call = pl.pallas_call(
+        kernel,
+        in_specs=[in_smem] * scalars + [in_hbm] * len(arrays),
+        out_specs=[in_hbm] * len(op.outs) + [in_smem] * summed,
+        out_shape=[
+            *(_struct(arrays[k // outs * ins], (sizes[k // outs],), dtype) for k, dtype in enumerate(op.outs)),
+            *(_struct(arrays[0], (1,), jnp.float32) for _ in range(summed)),
+        ],
+        scratch_shapes=pack.scratch(),
+        input_output_aliases={scalars + i: out for i, out in op.aliases},
+        cost_estimate=pl.CostEstimate(
+            flops=blocks.FLOPS[op.block] * sum(sizes), transcendentals=0, bytes_accessed=pack.hbm_bytes
+        ),
+        interpret=simulator.interpret_params(1) if op.mode == modes.SIMULATE else False,
+        name=op.name,
+        metadata={"block": str(pack.extent), "vmem_bytes": str(pack.buffer_bytes), "cores": "1"},
+    )
+    operands = (*(c.reshape(()) for c in coefficients), *arrays)
+    return tuple((simulator.simulated(call) if op.mode == modes.SIMULATE else call)(*operands))
 
 
 def _struct(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
