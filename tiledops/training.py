@@ -5,10 +5,11 @@ Flax's own call `update`, which writes the update to memory, and then `optax.app
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import optax  # type: ignore[import-untyped]
 from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
@@ -54,7 +55,7 @@ class Optimizer(nnx.Optimizer[Any]):
         """
         params, gradients = (nnx.as_pure(nnx.state(tree, self.wrt, graph=self.graph)) for tree in (model, grads))
         state, extra_args = nnx.as_pure(self.opt_state), nnx.as_pure(kwargs)
-        params, state = TiledTransformation.adopt(self.tx).step(gradients, state, params, **extra_args)
+        params, state = _step(self.tx)(gradients, state, params, **extra_args)
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(state, graph=self.graph))
         self.step[...] += 1
@@ -102,9 +103,15 @@ class TrainState(train_state.TrainState):
         # Flax's fp8 layers keep scales beside the parameters, whose gradient is the new scale.
         overwritten = not isinstance(grads, jax.Array) and OVERWRITE_WITH_GRADIENT in grads
         params, gradients = (tree["params"] if overwritten else tree for tree in (self.params, grads))
-        step = TiledTransformation.adopt(self.tx).step
-        params, opt_state = step(gradients, self.opt_state, params, **(extra_args or {}))
+        params, opt_state = _step(self.tx)(gradients, self.opt_state, params, **(extra_args or {}))
         if overwritten:
             params = {"params": params, OVERWRITE_WITH_GRADIENT: grads[OVERWRITE_WITH_GRADIENT]}
         state: TrainState = self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
         return state
+
+
+def _step(tx: Any) -> Callable[..., tuple[Any, Any]]:
+    """`tx.step`. `tx` itself stays as it was given: it is part of the trees' definition, by which jit knows them."""
+    if isinstance(tx, optax.MultiSteps):  # which Flax takes, though it is no transformation
+        tx = tx.gradient_transformation()
+    return TiledTransformation.adopt(tx).step
