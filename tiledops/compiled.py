@@ -26,7 +26,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from tiledops import collectives, hlo
 from tiledops.chips import DEFAULT_CHIP
+from tiledops.collectives import Collective
 
 # The smallest topology of each generation that libtpu describes: one host.
 HOSTS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
@@ -145,7 +147,7 @@ class Report:
       extra: the copies, pads, slices, transposes and reshapes that XLA runs as operations of their own. A copy of less
         than a tile (4 KiB), such as a scalar's to SMEM, and a prefetch into VMEM, which moves no byte of HBM twice,
         are not counted.
-      collectives: opcode and result shape of each.
+      collectives: kind, result shape, bytes and chips of each.
       hbm_read, hbm_written: bytes.
       argument_bytes, output_bytes, temporary_bytes, donated_bytes: of the program's buffers on one device.
     """
@@ -153,7 +155,7 @@ class Report:
     instructions: tuple[Instruction, ...]
     kernels: tuple[Kernel, ...]
     extra: tuple[Instruction, ...]
-    collectives: tuple[Instruction, ...]
+    collectives: tuple[Collective, ...]
     hbm_read: int
     hbm_written: int
     argument_bytes: int
@@ -168,25 +170,12 @@ class Report:
 
 _MOVES_NOTHING = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "partition-id"}
 _EXTRA = {"copy", "pad", "slice", "transpose", "reshape", "dynamic-slice", "concatenate"}
-_COLLECTIVES = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
 _TILE_BYTES = 4096
-
-_LINE = re.compile(
-    r"\s+(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<shape>\(.*?\)|\S+) (?P<opcode>[\w\-]+)\((?P<operands>[^)]*)\)"
-)
-_ARRAY = re.compile(r"\b(?P<type>[a-z]+\d*\w*)\[(?P<dims>[\d,]*)\](?:\{(?P<order>[\d,]*)(?::(?P<tiling>[^}]*))?\})?")
 
 
 def read_report(text: str, memory: Any = None) -> Report:
     """Reads an optimized HLO module of XLA for TPU, and its memory analysis."""
-    computations = dict(_computations(text))
+    computations = dict(hlo.computations(text))
     entry = next(name for name in computations if name.startswith("ENTRY "))
     listed = tuple(_instructions(computations, entry, 1))
     instructions = tuple(instruction for instruction, _ in listed)
@@ -197,7 +186,7 @@ def read_report(text: str, memory: Any = None) -> Report:
         instructions=instructions,
         kernels=tuple(_kernel(instruction, line) for instruction, line in listed if "tpu_custom_call" in line),
         extra=extra,
-        collectives=tuple(i for i in instructions if i.opcode.removesuffix("-start") in _COLLECTIVES),
+        collectives=collectives.read(computations, entry, _devices(text)),
         hbm_read=sum(i.read * i.times for i in instructions),
         hbm_written=sum(i.written * i.times for i in instructions),
         argument_bytes=getattr(memory, "argument_size_in_bytes", 0),
@@ -207,28 +196,14 @@ def read_report(text: str, memory: Any = None) -> Report:
     )
 
 
-def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Name and lines of each computation; the entry's name begins with "ENTRY "."""
-    name = None
-    lines: list[str] = []
-    for line in text.splitlines():
-        if name is None and line.endswith("{") and not line.startswith("HloModule"):
-            entry, _, rest = line.partition("%")
-            name = entry + re.split(r"[ (]", rest)[0]
-            lines = []
-        elif line.rstrip() == "}" and name is not None:
-            yield name, lines
-            name = None
-        elif name is not None and re.match(r"\s+(ROOT )?%", line):
-            lines.append(line)
-        elif lines:  # a kernel's metadata spreads over lines
-            lines[-1] += line
+def _devices(text: str) -> int:
+    return math.prod(int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0]))
 
 
 def _instructions(computations: dict[str, list[str]], name: str, times: int) -> Iterator[tuple[Instruction, str]]:
     shapes: dict[str, str] = {}
     for line in computations[name]:
-        match = _LINE.match(line)
+        match = hlo.LINE.match(line)
         if match is None:
             continue
         shapes[match["name"]] = match["shape"]
@@ -236,49 +211,19 @@ def _instructions(computations: dict[str, list[str]], name: str, times: int) -> 
             continue
         called = re.search(r"(?:body|to_apply|calls)=%([\w.\-]+)", line)
         if match["opcode"] in ("while", "call", "async-start") and called:
-            trips = _trips(computations, line) if match["opcode"] == "while" else 1
+            trips = hlo.trips(computations, line) if match["opcode"] == "while" else 1
             yield from _instructions(computations, called[1], times * trips)
             continue
         operands = [shapes.get(operand, "") for operand in re.findall(r"%([\w.\-]+)", match["operands"])]
-        read, written = sum(map(_hbm_bytes, operands)), _hbm_bytes(match["shape"])
+        read, written = sum(map(hlo.hbm_bytes, operands)), hlo.hbm_bytes(match["shape"])
         if match["opcode"].endswith("-done"):
             read = written = 0  # counted at its start
         elif match["opcode"] == "slice-start":  # reads a part of its operand; the result is (operand, part, semaphore)
-            part = [array for array in _ARRAY.finditer(match["shape"]) if array["dims"]][-1]
-            read, written = min(read, _tiled_bytes(part)), _hbm_bytes(part[0])
+            part = [array for array in hlo.ARRAY.finditer(match["shape"]) if array["dims"]][-1]
+            read, written = min(read, hlo.tiled_bytes(part)), hlo.hbm_bytes(part[0])
         elif match["opcode"].endswith("-start"):  # the result repeats the operands
-            written = _hbm_bytes(match["shape"]) - read
+            written = hlo.hbm_bytes(match["shape"]) - read
         yield Instruction(match["opcode"], match["name"], match["shape"], read, max(0, written), times), line
-
-
-def _trips(computations: dict[str, list[str]], line: str) -> int:
-    """How often a loop runs: as XLA notes it, else the one number that its condition compares with, else once."""
-    known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line)
-    condition = re.search(r"condition=%([\w.\-]+)", line)
-    body = "\n".join(computations.get(condition[1], ())) if condition else ""
-    numbers = re.findall(r"= s32\[\]\S* constant\((\d+)\)", body)
-    if known:
-        return int(known[1])
-    return int(numbers[0]) if len(numbers) == 1 and "direction=LT" in body else 1
-
-
-def _hbm_bytes(shape: str) -> int:
-    """Bytes of an array or a tuple of them in HBM, padded to its tiles; what lies in VMEM or SMEM is none."""
-    arrays = [match for match in _ARRAY.finditer(shape) if "S(" not in (match["tiling"] or "")]
-    return sum(map(_tiled_bytes, arrays))
-
-
-def _tiled_bytes(array: re.Match[str]) -> int:
-    """Bytes of an array, padded to its tiles."""
-    digits = re.search(r"\d+", array["type"])
-    if digits is None:  # a token; a predicate
-        return 0
-    dims = [int(n) for n in array["dims"].split(",") if n] or [1]
-    order = [int(n) for n in (array["order"] or "").split(",") if n] or [0]
-    tile = re.search(r"T\(([\d,]+)\)", array["tiling"] or "")
-    for extent, axis in zip(reversed([int(n) for n in tile[1].split(",")]) if tile else [], order, strict=False):
-        dims[axis] = -(-dims[axis] // extent) * extent
-    return math.prod(dims) * int(digits[0]) // 8
 
 
 def _kernel(instruction: Instruction, line: str) -> Kernel:
