@@ -87,7 +87,7 @@ class LanguageModel(nnx.Module):
       dtype: of the computation; parameters are float32.
       rows: how the stream (batch, context, width) is sharded on a mesh with Explicit axes; the last matmul of a branch
         sums over the axes that cut its weights and not the stream. None without a mesh.
-      gather: applied to one block's weights before it runs, such as what collects them from the chips that share them.
+      gather: applied to a module's weights before it runs, such as what collects them from the chips that share them.
       remat: whether the backward pass runs each block again, so that only its input is kept.
     """
 
@@ -125,9 +125,13 @@ class LanguageModel(nnx.Module):
 
         if self.remat:
             layer = jax.checkpoint(layer, prevent_cse=False)  # in a scan, nothing can be merged across
-        h = self.embed(text, out_sharding=self.rows)
+        h = self._gathered(self.embed)(text, out_sharding=self.rows)
         h, _ = jax.lax.scan(layer, h, (weights, keys))
-        return self.head(self.norm(h))
+        return self._gathered(self.head)(self.norm(h))
+
+    def _gathered(self, module: Any) -> Any:
+        definition, weights = nnx.split(module)
+        return nnx.merge(definition, self.gather(weights))
 
 
 def bits_per_byte(model: LanguageModel, text: jax.Array, key: jax.Array | None = None) -> jax.Array:

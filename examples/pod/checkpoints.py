@@ -1,0 +1,164 @@
+"""Saved, checked, restored.
+
+Orbax writes while training goes on, each host its own part, into a folder that gets its name when all of it is there:
+what was interrupted is no checkpoint. Each also carries a checksum of every array, made on the devices from the bits
+that were to be saved, so that what a disk or a network changed since is never trained on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.experimental import multihost_utils
+
+from pod import RunError
+from pod.parallel import names
+from pod.presets import Settings
+from pod.training import State
+
+
+class Checkpoints:
+    """The last few states of a run, by the number of the step that made them.
+
+    Args:
+      folder: that all hosts see. A `gs://` path too.
+      keep: how many.
+      say: prints a line.
+    """
+
+    def __init__(self, folder: str, keep: int, say: Callable[[str], None]):
+        self.folder, self.say = epath.Path(folder), say
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path in self.folder.iterdir():
+                if ".orbax-checkpoint-tmp" in path.name:
+                    say(f"checkpoint {path.name} is half written: skipped")
+            options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+            self.manager = ocp.CheckpointManager(self.folder, options=options)
+        except OSError as error:
+            raise RunError(f"--checkpoints {folder} cannot be written: {error.strerror or error}") from error
+
+    def save(self, step: int, state: State, settings: Settings) -> None:
+        """Begins to save; the arrays may be given up when it returns.
+
+        Raises:
+          RunError: this or an earlier checkpoint could not be written.
+        """
+        about = {"settings": dataclasses.asdict(settings), "checksums": checksums(state)}
+        try:
+            self.manager.save(
+                step, args=ocp.args.Composite(state=ocp.args.StandardSave(flat(state)), about=ocp.args.JsonSave(about))
+            )
+        except Exception as error:  # of the filesystem, by way of Python, tensorstore or a thread of orbax's
+            raise self._unwritten(error) from error
+
+    def finish(self) -> None:
+        """Waits until all is written.
+
+        Raises:
+          RunError: it could not be.
+        """
+        try:
+            self.manager.wait_until_finished()
+        except Exception as error:  # as above
+            raise self._unwritten(error) from error
+
+    def _unwritten(self, error: Exception) -> RunError:
+        return RunError(f"a checkpoint cannot be written to {self.folder}: {first_line(error)}")
+
+    def restore(self, settings: Settings, like: State) -> tuple[int, State] | None:
+        """The newest good checkpoint, as (step, state); None if there is none.
+
+        Args:
+          like: the state's shapes, dtypes and shardings, which need not be those that it was saved with.
+
+        Raises:
+          RunError: it is of a run with other settings.
+        """
+        for step in sorted(self.manager.all_steps(), reverse=True):
+            fault, state = self._read(step, settings, like)
+            if jax.process_count() > 1:  # bad for one is bad for all
+                fault = fault or (
+                    "another host cannot read it" if multihost_utils.process_allgather(bool(fault)).any() else ""
+                )
+            if not fault:
+                self.say(f"checkpoint {step}: restored")
+                return step, state
+            self._set_aside(step)
+            self.say(f"checkpoint {step} is corrupt: {fault}; set aside as {step}.corrupt, skipped")
+        return None
+
+    def _read(self, step: int, settings: Settings, like: State) -> tuple[str, Any]:
+        """What is wrong with a checkpoint, or "" and the state."""
+        try:
+            about = self.manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
+            saved, sums = about["settings"], about["checksums"]
+        except Exception as error:  # whatever a damaged file makes of orbax
+            return first_line(error), None
+        differing = [
+            f"{key} {saved.get(key)}, now {now}"
+            for key, now in dataclasses.asdict(settings).items()
+            if now != saved.get(key)
+        ]
+        if differing:
+            raise RunError(f"the checkpoints in {self.folder} are of a run with other settings: {'; '.join(differing)}")
+        try:
+            arrays = self.manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(flat(like))))[
+                "state"
+            ]
+        except Exception as error:  # as above
+            return first_line(error), None
+        state = jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in flat(like)])
+        wrong = [name for name, found in checksums(state).items() if found != sums.get(name)]
+        return (f"{wrong[0]} is not what was saved" if wrong else ""), state
+
+    def _set_aside(self, step: int) -> None:
+        if jax.process_index() == 0:
+            (self.folder / str(step)).rename(self.folder / f"{step}.corrupt")
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices(f"set aside {step}")
+        self.manager.reload()
+
+    def close(self) -> None:
+        self.manager.close()
+
+
+def flat(state: State) -> dict[str, Any]:
+    """The leaves by name, so that a checkpoint depends on no class of Flax's or Optax's."""
+    return {".".join(names(path)): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+
+
+def checksums(state: State) -> dict[str, int]:
+    """One number for each array, the same however it is cut over devices."""
+    arrays = flat(state)
+    return dict(zip(arrays, np.asarray(_checksums(list(arrays.values()))).tolist(), strict=True))
+
+
+@jax.jit
+def _checksums(arrays: list[jax.Array]) -> jax.Array:
+    return jnp.stack([_checksum(x) for x in arrays])
+
+
+def _checksum(x: jax.Array) -> jax.Array:
+    """The sum, modulo 2^32, of each element's bits mixed with its place. The mixing can be undone, so that one changed
+    element is always seen; several are missed once in 2^32."""
+    x = x.astype(jnp.uint32) if x.dtype == bool else x
+    words = jax.lax.bitcast_convert_type(x, jnp.uint32)  # all of a state's arrays have 32 bits
+    for axis in range(words.ndim):
+        place = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis, out_sharding=jax.typeof(words).sharding)
+        words = (words ^ place) * jnp.uint32(2654435761)
+        words ^= words >> 15
+    return words.sum(dtype=jnp.uint32)
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong, without the pages that some errors come with."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return text if len(text) <= 200 else text[:200] + "..."
