@@ -12,7 +12,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 import tiledops
-from tiledops import updates
+from tiledops import passes
 
 F32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 SHAPES = [(17, 257), (5, 3), (300,), (), (2, 3, 5, 7)]
@@ -67,7 +67,7 @@ def test_of_a_norm(dtype: Any) -> None:
     """The sum of g*g: a product and a sum an element, and g read once."""
     g = jax.ShapeDtypeStruct((17, 257), dtype)
     wanted = ("tiledops_square", 2 * 17 * 257, 0, dtype.itemsize * 17 * 257)
-    assert costs(lambda g: updates.sum_of_squares({"w": g}), g) == [wanted]
+    assert costs(lambda g: passes.sum_of_squares({"w": g}), g) == [wanted]
 
 
 def test_of_a_streamed_gain() -> None:

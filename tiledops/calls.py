@@ -76,7 +76,12 @@ def vectorized(operation: Operation) -> Any:
             for x, mapped in zip(arrays, mapped_arrays, strict=True)
         )
         total = None if operation.total is None else (size, *operation.total)
-        results = vectorized(dataclasses.replace(operation, total=total))(coefficients, partitioning.alike(arrays))
+        leaf = vectorized(dataclasses.replace(operation.leaf, total=total))
+        width = len(arrays) // operation.leaves  # mapped vectors no longer share a kernel
+        parts = [leaf(coefficients, partitioning.alike(arrays[k : k + width])) for k in range(0, len(arrays), width)]
+        stored = [x for part in parts for x in part[: len(operation.outs) // operation.leaves]]
+        totals = [functools.reduce(jnp.add, [part[-1] for part in parts])] if total else []
+        results = (*stored, *totals)
         return results, jax.tree.map(lambda _: True, results)
 
     return batched

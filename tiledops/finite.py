@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 
-from tiledops import updates
+from tiledops import passes
 
 NEVER = 2**31 - 1  # no more than so many steps in a row are ever refused: the count saturates there
 
@@ -47,7 +47,7 @@ def guard(run: Run, max_consecutive_errors: Any) -> Run:
             )
         squares = request.squares
         if squares is None:
-            squares = updates.sum_of_squares(grads, checked=True, specs=extra_args.get("specs"))
+            squares = passes.sum_of_squares(grads, checked=True, specs=extra_args.get("specs"))
         finite = ~jnp.isnan(squares)
         in_a_row = jnp.where(finite, 0, optax.safe_increment(state.notfinite_count))
         total = jnp.where(finite, state.total_notfinite, optax.safe_increment(state.total_notfinite))

@@ -32,6 +32,7 @@ class Link:
       flops: operations of one element.
       reads_param: whether it looks at p.
       keeps_update: whether the update that it hands on is its first block of state.
+      makes_param: whether what it hands on is the new parameter; then it is the last.
     """
 
     compute: Callable[..., Computed]
@@ -40,6 +41,7 @@ class Link:
     flops: int = 0
     reads_param: bool = False
     keeps_update: bool = False
+    makes_param: bool = False
 
 
 def link(*numbers: str, **attributes: Any) -> Callable[[Callable[..., Computed]], Link]:
@@ -47,10 +49,17 @@ def link(*numbers: str, **attributes: Any) -> Callable[[Callable[..., Computed]]
     return lambda compute: Link(compute, numbers, **attributes)
 
 
-@link(flops=1, reads_param=True)
+@link(flops=1, reads_param=True, makes_param=True)
 def apply(numbers: Blocks, g: jax.Array, state: Blocks, p: jax.Array, *, exact: bool) -> Computed:
-    """p' = g + p, as the last link: what it hands on is the new parameter."""
+    """p' = g + p."""
     return multiply_add(jnp.float32(1), g, p, exact=exact), ()
+
+
+@link("step_size", "1 - step_size", flops=3, reads_param=True, makes_param=True)
+def average(numbers: Blocks, g: jax.Array, state: Blocks, p: jax.Array, *, exact: bool) -> Computed:
+    """p' = step_size*g + (1 - step_size)*p."""
+    step_size, rest = numbers
+    return _average(rest, p, step_size, g, exact=exact), ()
 
 
 @link("step_size", flops=1)
@@ -191,7 +200,7 @@ def fused(
             update, new = link.compute(its_numbers, update, its_state, param, exact=exact)
             stored.extend(_chosen(accept, x, old) for x, old in zip(new, its_state, strict=True))
         if accept is not None:
-            update = _chosen(accept, update, arrays[-1] if chain[-1] is apply else jnp.zeros((), update.dtype))
+            update = _chosen(accept, update, arrays[-1] if chain[-1].makes_param else jnp.zeros((), update.dtype))
         return (*stored, update) if stores_update else tuple(stored), None
 
     run.__name__ = "_".join([*(["guarded"] if guarded else []), *(link.compute.__name__ for link in chain)])

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 
 from tiledops import links
+from tiledops.passes import Stage
 from tiledops.transformation import Plan, TiledTransformation, accumulator, with_state
-from tiledops.updates import Stage
 
 
 def trace(decay: Any, nesterov: bool = False, accumulator_dtype: Any | None = None) -> TiledTransformation:

@@ -79,6 +79,12 @@ def alike(arrays: Arrays) -> Arrays:
     return tuple(_reshard(x, total.sharding) for x in arrays)
 
 
+def residence(x: jax.Array) -> tuple[Any, ...]:
+    """Where an array lives, by its type: kernels of several arrays take those of one residence."""
+    sharding = jax.typeof(x).sharding
+    return sharding.mesh, sharding.spec, _varies_on(x)
+
+
 def by_type(operation: Operation, coefficients: Arrays, arrays: Arrays) -> tuple[jax.Array, ...]:
     """Runs a streamed operation on each shard over the mesh's Explicit axes, as the arrays' types cut them."""
     mesh = _mesh(arrays)

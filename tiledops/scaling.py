@@ -8,9 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 
-from tiledops import links, updates
+from tiledops import links, passes
+from tiledops.passes import Stage
 from tiledops.transformation import Incoming, Plan, TiledTransformation, masked
-from tiledops.updates import Stage
 
 ScalarOrSchedule = Any  # a number, an array, or a function of the step that returns one
 
@@ -180,7 +180,7 @@ def clip_by_global_norm(max_norm: Any) -> TiledTransformation:
     def plan(state: optax.EmptyState, incoming: Incoming) -> Plan:
         squares = incoming.squares
         if squares is None:
-            squares = updates.sum_of_squares(incoming.updates, specs=incoming.specs)
+            squares = passes.sum_of_squares(incoming.updates, specs=incoming.specs)
         norm = jnp.sqrt(squares)
         factor = jnp.where(norm < max_norm, jnp.float32(1), max_norm / norm)
         return Plan((Stage(links.scale, (factor,)),), lambda _: state)

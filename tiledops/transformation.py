@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 
-from tiledops import contract, finite, updates
+from tiledops import contract, finite, passes
 from tiledops.finite import Request, Run
-from tiledops.updates import Stage
+from tiledops.passes import Stage
 
 
 class Plan(NamedTuple):
@@ -95,7 +95,7 @@ class TiledTransformation(optax.GradientTransformationExtraArgs):
             stages, finish = plan(state, Incoming(grads, specs, request.squares))
             if params is None and (request.apply or any(stage.link.reads_param for stage in stages)):
                 raise ValueError("this transformation needs the parameters; got params=None. Pass them to update()")
-            results, new = updates.run(stages, grads, params, apply=request.apply, accept=request.accept, specs=specs)
+            results, new = passes.run(stages, grads, params, apply=request.apply, accept=request.accept, specs=specs)
             return results, finite.chosen(request.accept, finish(new), state, new)
 
         self = cls(init, run)
@@ -118,7 +118,7 @@ class TiledTransformation(optax.GradientTransformationExtraArgs):
             kept = finite.chosen(request.accept, new, state)
             if request.apply:
                 specs = extra_args.get("specs")
-                return updates.run((), changes, params, apply=True, accept=request.accept, specs=specs)[0], kept
+                return passes.run((), changes, params, apply=True, accept=request.accept, specs=specs)[0], kept
             return finite.chosen(request.accept, changes, jax.tree.map(jnp.zeros_like, changes)), kept
 
         return cls(theirs.init, run)
@@ -271,7 +271,7 @@ def with_state(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def checked(params: Any) -> Any:
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             if not isinstance(leaf, jax.ShapeDtypeStruct):
-                updates.check_leaf(leaf, f"params{jax.tree_util.keystr(path)}")
+                passes.check_leaf(leaf, f"params{jax.tree_util.keystr(path)}")
         return jax.tree.map(_strong, init(params))
 
     return checked

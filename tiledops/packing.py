@@ -1,0 +1,158 @@
+"""Many small vectors through one kernel: gathered into VMEM, computed as one, and scattered back.
+
+A bias, a norm's scale or a gain is a few KiB, and an optimizer has hundreds. A kernel of its own for each would mostly
+wait: for its launch, for its first load, for its last store. Here all their transfers are under way at once, and the
+block function runs once over all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from tiledops import chips, tiling
+from tiledops.layouts import LANES, SUBLANES, round_up
+
+SLAB = 8 * SUBLANES * LANES  # elements computed at once: 8 float32 registers an array
+
+
+def small(size: int, bytes_per_element: int, info: pltpu.TpuInfo) -> bool:
+    """Whether a vector's transfers take less time than a DMA's latency: a pipeline would have nothing to hide."""
+    return size * bytes_per_element <= tiling.LATENCY_SECONDS * info.mem_bw_bytes_per_second
+
+
+def split(sizes: Sequence[int], bytes_per_element: int, info: pltpu.TpuInfo) -> list[list[int]]:
+    """Vectors by their indices, in order, in packs that fit into VMEM."""
+    room = int(tiling.VMEM_SHARE * chips.scoped_vmem_bytes(info)) // bytes_per_element - SLAB
+    packs: list[list[int]] = []
+    used = 0
+    for i, size in enumerate(sizes):
+        needed = round_up(size, 2 * LANES)
+        if not packs or used + needed > room:
+            packs.append([])
+            used = 0
+        packs[-1].append(i)
+        used += needed
+    return packs
+
+
+@dataclasses.dataclass(frozen=True)
+class Pack:
+    """Where each vector lies in the buffers, one for each array of a leaf: all at the same offsets.
+
+    Attributes:
+      sizes: elements of each leaf.
+      ins, outs: dtypes of the arrays of one leaf, in and out.
+    """
+
+    sizes: tuple[int, ...]
+    ins: tuple[jnp.dtype, ...]
+    outs: tuple[jnp.dtype, ...]
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Of each leaf, and the end of the last: multiples of the tile of every dtype."""
+        tile = max(map(_tile, (*self.ins, *self.outs)))
+        offsets = [0]
+        for size in self.sizes:
+            offsets.append(offsets[-1] + round_up(size, tile))
+        return tuple(offsets)
+
+    @property
+    def extent(self) -> int:
+        """Elements of a buffer: whole slabs."""
+        return round_up(self.offsets[-1], SLAB)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self.extent * sum(dtype.itemsize for dtype in (*self.ins, *self.outs))
+
+    @property
+    def hbm_bytes(self) -> int:
+        return sum(self.sizes) * sum(dtype.itemsize for dtype in (*self.ins, *self.outs))
+
+    def scratch(self) -> list[Any]:
+        """A buffer for each array, and a semaphore for loads and one for stores."""
+        buffers = [pltpu.VMEM((self.extent,), dtype) for dtype in (*self.ins, *self.outs)]
+        return [*buffers, pltpu.SemaphoreType.DMA, pltpu.SemaphoreType.DMA]
+
+    def run(
+        self,
+        compute: Callable[..., Any],
+        coefficients: tuple[jax.Array, ...],
+        ins: Sequence[Any],
+        outs: Sequence[Any],
+        total: Any,
+        scratch: Sequence[Any],
+    ) -> None:
+        """The kernel's body.
+
+        Args:
+          compute: the block function, `(coefficients, blocks) -> (blocks to store, block to sum or None)`.
+          ins, outs: in HBM, the arrays of the first leaf, then those of the second ...
+          total: in SMEM, where the sum over all leaves goes; or None.
+          scratch: what `scratch` asks for.
+        """
+        *buffers, loaded, stored = scratch
+        sources, targets = buffers[: len(self.ins)], buffers[len(self.ins) :]
+        for load in (loads := [pltpu.make_async_copy(x, y, loaded) for x, y in self._windows(ins, sources)]):
+            load.start()
+        for load in loads:
+            load.wait()
+        if total is not None:
+            self._clear(sources)
+
+        def step(i: Any, partial: Any) -> Any:
+            window = pl.ds(pl.multiple_of(i * SLAB, SLAB), SLAB)
+            results, product = compute(coefficients, tuple(source[window] for source in sources))
+            for target, value in zip(targets, results, strict=True):
+                target[window] = value.astype(target.dtype)
+            return partial if product is None else partial + product
+
+        partial = jax.lax.fori_loop(0, self.extent // SLAB, step, None if total is None else jnp.zeros(SLAB))
+        if total is not None:
+            total[0] = jnp.sum(partial)
+        for store in (stores := [pltpu.make_async_copy(y, x, stored) for x, y in self._windows(outs, targets)]):
+            store.start()
+        for store in stores:
+            store.wait()
+
+    def _windows(self, arrays: Sequence[Any], buffers: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """Each array in HBM with its place in the buffer.
+
+        Transfers move whole tiles. What HBM holds beyond a vector's end is its own padding; a size that is not known
+        when the kernel is traced lets the transfer reach it, as it does in `pltpu.emit_pipeline`.
+        """
+        windows = []
+        for k, array in enumerate(arrays):
+            leaf, which = divmod(k, len(buffers))
+            size, tile = self.sizes[leaf], _tile(array.dtype)
+            whole: Any = round_up(size, tile)
+            if whole != size:
+                whole = pl.multiple_of(jax.lax.full((), whole, jnp.int32), tile)
+            windows.append((array.at[pl.ds(0, whole)], buffers[which].at[pl.ds(self.offsets[leaf], whole)]))
+        return windows
+
+    def _clear(self, buffers: Sequence[Any]) -> None:
+        """Zeros wherever there is no element, for a sum: what lies there is anything, NaN included."""
+        for buffer in buffers:
+            tile = _tile(buffer.dtype)
+            for offset, size in zip(self.offsets, self.sizes, strict=False):
+                if size % tile:
+                    window = pl.ds(offset + size // tile * tile, tile)
+                    inside = jax.lax.broadcasted_iota(jnp.int32, (tile,), 0) < size % tile
+                    last = buffer[window].astype(jnp.float32)
+                    buffer[window] = jnp.where(inside, last, 0.0).astype(buffer.dtype)
+            if (rest := self.extent - self.offsets[-1]) > 0:
+                buffer[pl.ds(self.offsets[-1], rest)] = jnp.zeros(rest, buffer.dtype)
+
+
+def _tile(dtype: Any) -> int:
+    """Elements of the smallest piece of a vector that a transfer may move."""
+    return LANES * 4 // jnp.dtype(dtype).itemsize
