@@ -11,8 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 import oracle
+import pytest
 from cases import BY_NAME
-from programs import blocks
+from jax._src.pallas.mosaic.interpret.shared_memory import SharedMemory
+from programs import blocks, fresh
 
 import tiledops
 
@@ -22,6 +24,9 @@ WAYS: list[tuple[dict[str, Any], list[str]]] = [  # and the tile of each kernel 
     ({"mode": "simulate", "block": (16, 128)}, ["16x128"]),
     ({"mode": "simulate", "block": (16, 256), "schedule": "synchronous"}, ["16x256"]),
 ]
+
+
+pytestmark = pytest.mark.timeout(120)
 
 
 def in_threads(work: Any, items: Any) -> list[Any]:
@@ -80,19 +85,40 @@ def test_threads_compute_side_by_side() -> None:
     in_threads(work, range(4))
 
 
-def test_threads_simulate_in_turn() -> None:
-    """Traced side by side; run one by one, as JAX's simulator has one memory for the whole process."""
+def test_threads_simulate_at_once() -> None:
+    """JAX's interpreter has one memory for the whole process: the kernels of other threads wait for their turn."""
     a, x, y, _ = BY_NAME["lesson"].operands()
-    turn = threading.Lock()
 
-    def work(way: tuple[dict[str, Any], list[str]]) -> Any:
+    def work(way: tuple[dict[str, Any], list[str]]) -> list[Any]:
         with tiledops.use_config(**way[0]):
-            executable = jax.jit(functools.partial(tiledops.axpy)).lower(a, x, y).compile()
-            with turn:
-                return jax.block_until_ready(executable(a, x, y))
+            return [fresh(tiledops.axpy)(a, x, y) for _ in range(2)]
 
-    for out in in_threads(work, WAYS):
-        oracle.assert_same_bits(out, oracle.axpy(a, x, y))
+    for outs in in_threads(work, WAYS):
+        for out in outs:
+            oracle.assert_same_bits(out, oracle.axpy(a, x, y))
+
+
+def test_a_thread_whose_kernel_fails_ends_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, x, y, _ = BY_NAME["lesson"].operands()
+    read = SharedMemory.get_buffer_content
+    failed = threading.Event()
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if not failed.is_set():
+            failed.set()
+            raise ValueError("in one thread")
+        return read(*args, **kwargs)
+
+    def work(_: Any) -> str:
+        with tiledops.use_config(mode="simulate", block=(8, 128)):
+            try:
+                oracle.assert_same_bits(fresh(tiledops.axpy)(a, x, y), oracle.axpy(a, x, y))
+            except jax.errors.JaxRuntimeError as error:
+                return "in one thread" if "in one thread" in str(error) else str(error)
+        return "right"
+
+    monkeypatch.setattr(SharedMemory, "get_buffer_content", failing)
+    assert sorted(in_threads(work, range(3))) == ["in one thread", "right", "right"]
 
 
 def test_threads_simulate_different_chips() -> None:
