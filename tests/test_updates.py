@@ -102,3 +102,42 @@ def test_float64_is_refused():
 def test_importing_tiledops_imports_neither_optax_nor_flax():
     check = "import sys, tiledops; assert tiledops.apply_updates; assert not {'optax', 'flax'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True)
+
+
+@pytest.mark.parametrize("step_size", [0.25, np.float32(0.25), 1], ids=["float", "NumPy", "int"])
+@pytest.mark.parametrize("mode", ["reference", "simulate"])
+def test_an_incremental_update_is_as_in_optax(mode, step_size):
+    new = {"w": leaf((17, 257), np.float32, 0), "b": [leaf((5,), np.float32, 1), leaf((), np.float32, 2)], "n": None}
+    old = {"w": leaf((17, 257), np.float32, 3), "b": [leaf((5,), np.float32, 4), leaf((), np.float32, 5)], "n": None}
+    got = tiledops.incremental_update(new, old, step_size, config=tiledops.PipelineConfig(mode=mode))
+    wanted = optax.incremental_update(new, old, step_size)
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    # Three roundings, each of at most the largest value here, below 8.
+    jax.tree.map(
+        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=0, atol=3 * 4 * 2.0**-23), got, wanted
+    )
+
+
+def test_an_average_keeps_its_dtype_and_its_place():
+    new, old = {"w": jnp.ones((8, 128))}, {"w": jnp.ones((8, 128), jnp.bfloat16)}
+    config = tiledops.PipelineConfig(mode="simulate")
+
+    def average(new, old, rate):
+        return tiledops.incremental_update(new, old, rate, config=config)
+
+    assert jax.eval_shape(average, new, old, 0.5)["w"].dtype == jnp.bfloat16
+    (kernel,) = kernels_of(jax.make_jaxpr(average)(new, old, 0.5).jaxpr)
+    assert kernel.params["input_output_aliases"] == ((3, 0),)  # after two numbers and the new tensor
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "error", "message"),
+    [
+        ({"w": jnp.ones(2, jnp.float16)}, {"w": jnp.ones(2)}, TypeError, r"new_tensors\['w'\].*float16"),
+        ({"w": jnp.ones(2)}, {"w": jnp.ones(2, int)}, TypeError, r"old_tensors\['w'\].*int32"),
+        ({"w": jnp.ones(2)}, {"v": jnp.ones(2)}, ValueError, "one tree structure; old_tensors differs"),
+    ],
+)
+def test_an_average_of_what_kernels_cannot_take_is_refused(new, old, error, message):
+    with pytest.raises(error, match=message):
+        tiledops.incremental_update(new, old, 0.5)

@@ -82,7 +82,8 @@ def alike(arrays: Arrays) -> Arrays:
 def residence(x: jax.Array) -> tuple[Any, ...]:
     """Where an array lives, by its type: kernels of several arrays take those of one residence."""
     sharding = jax.typeof(x).sharding
-    return sharding.mesh, sharding.spec, _varies_on(x)
+    cut = tuple((axis, entry) for axis, entry in enumerate(sharding.spec) if entry is not None)
+    return sharding.mesh, cut, _varies_on(x)
 
 
 def by_type(operation: Operation, coefficients: Arrays, arrays: Arrays) -> tuple[jax.Array, ...]:

@@ -65,7 +65,7 @@ def incremental_update(
       ValueError: trees or shapes that differ.
     """
     rate = passes.number(step_size, "step_size")
-    stage = Stage(links.average, (rate, 1 - (step_size if isinstance(step_size, float) else rate)))
+    stage = Stage(links.average, (rate, 1 - rate))
     names = ("new_tensors", "old_tensors")
     average, _ = passes.run((stage,), new_tensors, old_tensors, apply=False, config=config, specs=specs, names=names)
     return average
