@@ -123,6 +123,11 @@ def _abstract(*_: Any, kernel: Any) -> Any:
     return kernel.out_avals, {_turn}
 
 
+@_simulated.def_impl
+def _under_disable_jit(*operands: Any, kernel: Any) -> Any:
+    return jaxpr_as_fun(kernel)(*operands)
+
+
 def _lowering(context: Any, *operands: Any, kernel: Any) -> Any:
     """The interpreter's own program, its callbacks in the order of our token."""
     theirs = callback._OrderedIOEffect
