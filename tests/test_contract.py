@@ -66,6 +66,12 @@ def test_float16_is_refused_in_every_mode(mode: str) -> None:
         tiledops.axpy(1.0, X.astype(np.float16), X, config=PipelineConfig(mode=mode))
 
 
+def test_numbers_that_jax_does_not_have() -> None:
+    records = np.zeros((9, 130), [("re", "f4"), ("im", "f4")])
+    refused(TypeError, "x must be float32 or bfloat16", "got [('re'", "astype", x=records)
+    refused(TypeError, "y must be float32 or bfloat16", f"got {np.dtype(np.longdouble)}", "astype", y=np.longdouble(X))
+
+
 def test_float64_where_64_bit_types_are_on() -> None:
     """They would hang Pallas for ever, so that this test ends at all."""
     wide = X.astype(np.float64)
@@ -203,6 +209,11 @@ def test_gains_that_do_not_broadcast_by_the_rule(shape: tuple[int, ...]) -> None
 def test_accepted_gains(shape: tuple[int, ...], dtype: Any) -> None:
     gain = np.full(shape, 2.0).astype(dtype)
     np.testing.assert_array_equal(tiledops.axpy(gain, X, X, config=REFERENCE), 3 * X)
+
+
+def test_accepted_python_integers_traced_or_not() -> None:
+    with tiledops.use_config(mode="reference"):
+        np.testing.assert_array_equal(jax.jit(tiledops.axpy)(2, X, X), tiledops.axpy(2, X, X))
 
 
 def test_a_gain_an_example_has_its_batch_first() -> None:

@@ -82,7 +82,10 @@ def simulated_chip(name: str) -> Iterator[pltpu.TpuInfo]:
 
 def simulated_info() -> pltpu.TpuInfo:
     """The chip that the simulator imitates here and now."""
-    return chip_info(_simulated.get() or os.environ.get("TILEDOPS_CHIP") or DEFAULT_CHIP)
+    name = _simulated.get()
+    if name is None and (name := os.environ.get("TILEDOPS_CHIP") or DEFAULT_CHIP) not in CHIPS:
+        raise ValueError(f"the environment's TILEDOPS_CHIP must be one of {', '.join(CHIPS)}; got {name!r}")
+    return chip_info(name)
 
 
 def target() -> tuple[pltpu.TpuInfo, bool]:

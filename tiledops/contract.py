@@ -73,10 +73,9 @@ def check_dtype(dtype: Any, what: str) -> jnp.dtype:
     types hang Pallas's tiling inference, so that what is not known to work is refused in every mode alike."""
     if dtype in DTYPES:
         return jnp.dtype(dtype)
-    ways_out = {"float64": "x.astype(jnp.float32)", "float16": "x.astype(jnp.bfloat16)"}
+    nearest = "bfloat16" if dtype == jnp.float16 else "float32"
     raise TypeError(
-        f"{what} must be float32 or bfloat16; got {dtype}. Convert it first, e.g. with "
-        f"{ways_out.get(str(dtype), 'x.astype(jnp.float32)')}"
+        f"{what} must be float32 or bfloat16; got {dtype}. Convert it first, e.g. with .astype(jnp.{nearest})"
     )
 
 
@@ -89,7 +88,7 @@ def check_array(value: Any, what: str) -> jax.Array:
             f"{what} must be a float32 or bfloat16 array; got {type(value).__name__}. "
             "Convert it first, e.g. with jnp.asarray"
         )
-    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind not in "fV":
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype != np.float64:  # that one JAX converts, or keeps
         check_dtype(value.dtype, what)
     array = jnp.asarray(value)
     if getattr(array, "weak_type", False):  # a Python float that JAX traces: float64 with 64-bit types on
@@ -107,7 +106,9 @@ def check_operands(a: Any, x: Any, y: Any) -> tuple[jax.Array, jax.Array, jax.Ar
             "jnp.broadcast_to"
         )
     if x.size == 0:
-        raise ValueError(f"x and y must not be empty; got shape {x.shape}")
+        raise ValueError(
+            f"x and y must not be empty; got shape {x.shape}. Leave the call out where there is nothing to add"
+        )
     return check_gain(a, x.shape), x, y
 
 
@@ -123,6 +124,8 @@ def check_gain(a: Any, shape: tuple[int, ...]) -> jax.Array:
         return jnp.asarray(_number(a), jnp.float32)
     if isinstance(a, (str, bytes, complex)):
         raise TypeError(f"a must be a number or a float32 or bfloat16 array; got {type(a).__name__} {a!r}")
+    if getattr(a, "weak_type", False) and jnp.issubdtype(a.dtype, jnp.integer):  # a Python int that JAX traces
+        a = a.astype(jnp.float32)
     gain = check_array(a, "a")
     per_example = shape[:1] + (1,) * (len(shape) - 1)
     allowed = {(): "()", shape[-1:]: f"{shape[-1:]} (one a feature)", per_example: f"{per_example} (one an example)"}
