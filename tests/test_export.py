@@ -74,14 +74,17 @@ def test_exported_for_tpu_from_a_cpu(name: str) -> None:
         jax.jit(exported.call)(*case.operands())
 
 
-def test_an_exported_program_compiles_for_tpu() -> None:
-    """It is the same program: its kernel is found in what the TPU compiler makes of it."""
+def test_a_stored_program_compiles_for_tpu() -> None:
+    """Exported, written, read: its kernels are found in what the TPU compiler makes of it, its derivative's too."""
     case = BY_NAME["even"]
     a, x, y, _ = structs(case)
     with tiledops.use_config(mode="tpu"):
-        exported = export.export(fresh(tiledops.axpy), platforms=["tpu"])(a, x, y)
+        stored = export.export(fresh(tiledops.axpy), platforms=["tpu"])(a, x, y).serialize(vjp_order=1)
+    exported = export.deserialize(stored)
     report = compiled.compile_for(exported.call, a, x, y)
     assert [kernel.name for kernel in report.kernels] == ["tiledops_axpy"]
+    report = compiled.compile_for(jax.grad(lambda a, x, y: exported.call(a, x, y).sum()), a, x, y)
+    assert [kernel.name for kernel in report.kernels] == ["tiledops_scale_and_dot"]  # of all operands, as exported
 
 
 def test_the_gradient_of_an_exported_program() -> None:
