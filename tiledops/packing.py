@@ -8,7 +8,8 @@ block function runs once over all of them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -55,7 +56,7 @@ class Pack:
     ins: tuple[jnp.dtype, ...]
     outs: tuple[jnp.dtype, ...]
 
-    @property
+    @functools.cached_property
     def offsets(self) -> tuple[int, ...]:
         """Of each leaf, and the end of the last: multiples of the tile of every dtype."""
         tile = max(map(_tile, (*self.ins, *self.outs)))
@@ -101,10 +102,9 @@ class Pack:
         """
         *buffers, loaded, stored = scratch
         sources, targets = buffers[: len(self.ins)], buffers[len(self.ins) :]
-        for load in (loads := [pltpu.make_async_copy(x, y, loaded) for x, y in self._windows(ins, sources)]):
-            load.start()
-        for load in loads:
-            load.wait()
+        for array, part in self._parts(ins, sources):
+            pltpu.make_async_copy(array, part, loaded).start()
+        self._wait(sources, loaded)
         if total is not None:
             self._clear(sources)
 
@@ -118,26 +118,30 @@ class Pack:
         partial = jax.lax.fori_loop(0, self.extent // SLAB, step, None if total is None else jnp.zeros(SLAB))
         if total is not None:
             total[0] = jnp.sum(partial)
-        for store in (stores := [pltpu.make_async_copy(y, x, stored) for x, y in self._windows(outs, targets)]):
-            store.start()
-        for store in stores:
-            store.wait()
+        for array, part in self._parts(outs, targets):
+            pltpu.make_async_copy(part, array, stored).start()
+        self._wait(targets, stored)
 
-    def _windows(self, arrays: Sequence[Any], buffers: Sequence[Any]) -> list[tuple[Any, Any]]:
-        """Each array in HBM with its place in the buffer.
+    def _parts(self, arrays: Sequence[Any], buffers: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+        """Each array in HBM with its part of the buffer.
 
         Transfers move whole tiles. What HBM holds beyond a vector's end is its own padding; a size that is not known
         when the kernel is traced lets the transfer reach it, as it does in `pltpu.emit_pipeline`.
         """
-        windows = []
         for k, array in enumerate(arrays):
             leaf, which = divmod(k, len(buffers))
             size, tile = self.sizes[leaf], _tile(array.dtype)
-            whole: Any = round_up(size, tile)
-            if whole != size:
-                whole = pl.multiple_of(jax.lax.full((), whole, jnp.int32), tile)
-            windows.append((array.at[pl.ds(0, whole)], buffers[which].at[pl.ds(self.offsets[leaf], whole)]))
-        return windows
+            moved: Any = size
+            if size % tile:
+                moved = pl.multiple_of(jax.lax.full((), round_up(size, tile), jnp.int32), tile)
+            part = buffers[which].at[pl.ds(self.offsets[leaf], moved)]
+            yield array.at[pl.ds(0, moved)] if size % tile else array, part
+
+    def _wait(self, buffers: Sequence[Any], semaphore: Any) -> None:
+        """For all transfers of all leaves: a semaphore counts bytes, so that one wait for their sum is enough."""
+        for buffer in buffers:
+            moved = buffer.at[pl.ds(0, sum(round_up(size, _tile(buffer.dtype)) for size in self.sizes))]
+            pltpu.make_async_copy(moved, moved, semaphore).wait()
 
     def _clear(self, buffers: Sequence[Any]) -> None:
         """Zeros wherever there is no element, for a sum: what lies there is anything, NaN included."""
