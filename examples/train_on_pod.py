@@ -15,14 +15,13 @@ the same losses to the last bit.
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from pathlib import Path
 
 import jax
 from console import what_runs
 from pod import RunError, account, data, loop, parallel
-from pod.checkpoints import Checkpoints
+from pod.checkpoints import Checkpoints, hush
 from pod.log import Log, say
 from pod.presets import PRESETS, Settings
 
@@ -147,7 +146,7 @@ def main() -> int:
     parser = arguments()
     args = parser.parse_args()
     check(parser, args)
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax's; what matters of it ends in a RunError
+    hush()
     try:
         return 0 if run(args) else 143  # 128 + SIGTERM: not done, start me again
     except RunError as error:

@@ -162,10 +162,12 @@ def _mesh(arrays: Arrays) -> Any:
 
 
 def _names_of(mesh: Any, *kinds: AxisType) -> tuple[str, ...]:
-    """The axes of some kinds. One of size 1 shards nothing, but XLA still asks who partitions the kernel over it."""
-    if mesh.empty or mesh.size == 1:
+    """The axes of some kinds. One of size 1 shards nothing, but XLA still asks who partitions the kernel over it; in a
+    mesh of one device only JAX does, and only about Explicit axes, which types name there too."""
+    if mesh.empty:
         return ()
-    return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind in kinds)
+    axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(n for n, kind in axes if kind in kinds and (mesh.size > 1 or kind == AxisType.Explicit))
 
 
 def _sizes(axes: dict[str, int]) -> str:

@@ -8,6 +8,10 @@ that were to be saved, so that what a disk or a network changed since is never t
 from __future__ import annotations
 
 import dataclasses
+import errno
+import logging
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -71,7 +75,7 @@ class Checkpoints:
             raise self._unwritten(error) from error
 
     def _unwritten(self, error: Exception) -> RunError:
-        return RunError(f"a checkpoint cannot be written to {self.folder}: {first_line(error)}")
+        return RunError(f"a checkpoint cannot be written to {self.folder}: {reason(error)}")
 
     def restore(self, settings: Settings, like: State) -> tuple[int, State] | None:
         """The newest good checkpoint, as (step, state); None if there is none.
@@ -101,7 +105,7 @@ class Checkpoints:
             about = self.manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
             saved, sums = about["settings"], about["checksums"]
         except Exception as error:  # whatever a damaged file makes of orbax
-            return first_line(error), None
+            return reason(error), None
         differing = [
             f"{key} {saved.get(key)}, now {now}"
             for key, now in dataclasses.asdict(settings).items()
@@ -114,7 +118,7 @@ class Checkpoints:
                 "state"
             ]
         except Exception as error:  # as above
-            return first_line(error), None
+            return reason(error), None
         state = jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in flat(like)])
         wrong = [name for name, found in checksums(state).items() if found != sums.get(name)]
         return (f"{wrong[0]} is not what was saved" if wrong else ""), state
@@ -158,7 +162,24 @@ def _checksum(x: jax.Array) -> jax.Array:
     return words.sum(dtype=jnp.uint32)
 
 
-def first_line(error: BaseException) -> str:
-    """What went wrong, without the pages that some errors come with."""
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return text if len(text) <= 200 else text[:200] + "..."
+def reason(error: BaseException) -> str:
+    """What went wrong, without the pages that some errors come with: the system's own word for it, if it is there."""
+    text = str(error)
+    for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO):
+        if os.strerror(code) in text:
+            return os.strerror(code)
+    line = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    return line if len(line) <= 200 else line[:200] + "..."
+
+
+def hush() -> None:
+    """Keeps orbax's threads from printing pages about a write that failed, which `Checkpoints` says in a line."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    show = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if str(error) != "Event loop is closed":  # what tensorstore's callbacks then find
+            show(kind, error, trace)
+
+    sys.excepthook = hook

@@ -77,18 +77,16 @@ def run(settings: Settings, mesh: Mesh, text: data.Text, checkpoints: Checkpoint
             if refused >= plan.patience:
                 raise RunError(f"stopped at step {number}: {int(refused)} steps in a row were not finite")
 
-        pending: tuple[int, training.Metrics] | None = None
+        text_of_step = batch(done + 1)
         for number in range(done + 1, settings.steps + 1):
             with traced(plan.profile, number - done), jax.profiler.StepTraceAnnotation("train", step_num=number):
-                state, metrics = step(state, batch(number))
-            if pending:  # read while the next step runs
-                settle(*pending)
-            pending = (number, metrics)
+                state, metrics = step(state, text_of_step)
+                text_of_step = batch(number + 1)  # read while the step runs
+                settle(number, metrics)
             stop = stopping(number)
             if stop or number % plan.save_every == 0 or number == settings.steps:
-                settle(*pending)  # what a checkpoint follows is logged
-                pending = None
                 checkpoints.save(number, state, settings)
+                before = time.perf_counter()
             if stop:
                 checkpoints.finish()
                 say(f"told to stop: step {number} is saved, and the same command goes on from there")
