@@ -1,10 +1,11 @@
 """What tiledops costs beside XLA's own fusion, by the TPU compiler's account, on a machine with no TPU.
 
-    python examples/benchmark.py                      # all three parts, for five TPU generations
-    python examples/benchmark.py --part compile       # one part: compile, block or bytes
+    python examples/benchmark.py                      # all four parts, for five TPU generations
+    python examples/benchmark.py --part compile       # one part: compile, step, block or bytes
     python examples/benchmark.py --part block --chips v5e tpu7x
 
 compile   seconds to trace, lower and compile fifty updates p + a*g, of GPT-2 small's shapes
+step      kernels, HBM bytes and seconds to compile of an optimizer's step, of GPT-2 small's 148 leaves
 block     HBM bytes of a transformer block's training step, its residual adds by tiledops and by plain jnp
 bytes     HBM bytes of one scaled add and of its backward pass, shape by shape
 
@@ -14,7 +15,10 @@ Nothing here runs: libtpu compiles ahead of time for chips that are not attached
 from __future__ import annotations
 
 import argparse
+import collections
 import functools
+import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -23,11 +27,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax  # type: ignore[import-untyped]
 from jax.experimental import pallas as pl
 from jax.sharding import Mesh, NamedSharding
 
 import tiledops
-from tiledops import compiled
+from tiledops import compiled, transforms
 
 CHIPS = tuple(compiled.HOSTS)
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -85,6 +90,66 @@ def compile_part(chips: list[str], tries: int) -> None:
             first, second = (statistics.median(column) for column in zip(*tries_of_it, strict=True))
             print(f"{chip:8}{way:12}{first:14.2f}{second:10.2f}{together[way]:10.2f}")
         print(f"{chip:8}tiledops takes {together['tiledops'] / together['plain jnp']:.2f} of XLA's time")
+
+
+# step: a whole optimizer, of a whole model
+
+GPT2_SMALL = [(50257, EMBED), (1024, EMBED), *LAYER * 12, (EMBED,), (EMBED,)]
+
+
+def links_of(optimizer: str, m: Any) -> list[Any]:
+    """The members of the chain, from a module that has Optax's names."""
+    decay, descend = m.add_decayed_weights(0.1), m.scale_by_learning_rate(0.1)
+    return {
+        "sgd": [decay, m.trace(0.9), descend],
+        "adamw": [m.scale_by_adam(), decay, descend],
+        "clipped adamw": [m.clip_by_global_norm(1.0), m.scale_by_adam(), decay, descend],
+    }[optimizer]
+
+
+def steps_of(optimizer: str) -> dict[str, Callable[..., Any]]:
+    """The step in one pass, by XLA's fusions, and by a kernel for each link."""
+    tx = transforms.chain(*links_of(optimizer, transforms))
+
+    def apart(module: Any, apply: Callable[..., Any]) -> Callable[..., Any]:
+        links = optax.chain(*links_of(optimizer, module))
+
+        def step(params: Any, state: Any, grads: Any) -> Any:
+            updates, state = links.update(grads, state, params)
+            return apply(params, updates), state
+
+        return step
+
+    return {
+        "tiledops": lambda params, state, grads: tx.step(grads, state, params),
+        "XLA": apart(optax, optax.apply_updates),
+        "naive chain": apart(transforms, tiledops.apply_updates),
+    }
+
+
+def step_part(chips: list[str], tries: int) -> None:
+    params = [struct(shape) for shape in GPT2_SMALL]
+    count = sum(math.prod(shape) for shape in GPT2_SMALL)
+    print(
+        f"\nOne step of {len(params)} leaves, {count:,} float32 parameters; seconds are the median of {tries} in turns"
+    )
+    print(f"{'chip':8}{'optimizer':15}{'':13}{'kernels':>8}{'bytes a parameter':>19}{'seconds to compile':>20}")
+    for chip, optimizer in itertools.product(chips, ("sgd", "adamw", "clipped adamw")):
+        compiled.topology_devices(chip)
+        state = jax.eval_shape(optax.chain(*links_of(optimizer, optax)).init, params)
+        reports, seconds = {}, collections.defaultdict(list)
+        for _ in range(tries):
+            for way, step in steps_of(optimizer).items():
+                jax.clear_caches()
+                start = time.perf_counter()
+                reports[way] = compiled.compile_for(step, params, state, params, chip=chip, donate_argnums=(0, 1))
+                seconds[way].append(time.perf_counter() - start)
+        for way, report in reports.items():
+            kernels = len(report.kernels) or sum(i.opcode == "fusion" for i in report.instructions)
+            each, time_taken = report.hbm_bytes / count, statistics.median(seconds[way])
+            print(f"{chip:8}{optimizer:15}{way:13}{kernels:8}{each:19.2f}{time_taken:20.2f}")
+        ratio = statistics.median(a / b for a, b in zip(seconds["tiledops"], seconds["XLA"], strict=True))
+        print(f"{chip:8}{optimizer:15}tiledops takes {ratio:.2f} of XLA's time to compile")
 
 
 # block: a residual in its model
@@ -224,13 +289,15 @@ def bytes_part(chips: list[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=["compile", "block", "bytes", "all"], default="all")
+    parser.add_argument("--part", choices=["compile", "step", "block", "bytes", "all"], default="all")
     parser.add_argument("--chips", nargs="+", choices=CHIPS, default=list(CHIPS))
     parser.add_argument("--gains", nargs="+", choices=["learnable", "1"], default=["learnable"], help="of the block")
-    parser.add_argument("--tries", type=int, default=5, help="how often each is compiled in the compile part")
+    parser.add_argument("--tries", type=int, default=5, help="how often each is compiled in the compile and step parts")
     options = parser.parse_args()
     if options.part in ("compile", "all"):
         compile_part(options.chips, options.tries)
+    if options.part in ("step", "all"):
+        step_part(options.chips, options.tries)
     if options.part in ("block", "all"):
         block_part(options.chips, options.gains)
     if options.part in ("bytes", "all"):
