@@ -21,10 +21,6 @@ SHAPES = {
     (32768, 7, 512): "seen as (7, 32768, 512)",
 }
 BAR = 0.5
-# The sum of a gain's gradient a feature adds every product into the sum of its own column. In bfloat16 that takes up to
-# 0.61 of the time on v4 (where libtpu 0.0.50 spills registers that 0.0.42 did not) and on TPU7x (whose memory moves a
-# tile in the fewest cycles): still memory-bound, by less of a margin.
-BAR_FEATURES = {"v4": 0.65, "tpu7x": 0.65}
 
 
 def forward(a: Any, x: Any, y: Any) -> Any:
@@ -35,18 +31,34 @@ def backward(a: Any, x: Any, y: Any, g: Any) -> Any:
     return jax.vjp(tiledops.axpy, a, x, y)[1](g)[:2]
 
 
+def backward_fixed(a: Any, x: Any, y: Any, g: Any) -> Any:
+    return jax.vjp(lambda x: tiledops.axpy(a, x, y), x)[1](g)
+
+
+def backward_frozen(a: Any, x: Any, y: Any, g: Any) -> Any:
+    """The gain's gradient alone: nothing to store, so that its bytes take the least time, and its arithmetic 0.65 of
+    that on v4 and 0.68 on TPU7x in bfloat16: still memory-bound, by less of a margin."""
+    return jax.vjp(lambda a: tiledops.axpy(a, x, y), a)[1](g)
+
+
+# A gain a feature in bfloat16 on v4: libtpu 0.0.50 takes it through VMEM and keeps its tile's loads from overlapping
+# its stores (0.51 and 0.52), which 0.0.42 did not (0.36 at most).
+BARS = {backward_frozen: 0.75}
+BAR_V4_FEATURES = 0.55
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("chip", chips.CHIPS)
 def test_arithmetic_hides_behind_memory(chip: str, dtype: Any) -> None:
-    cases = [(op, shape, gain) for shape in SHAPES for gain in ((), shape[-1:]) for op in (forward, backward)]
+    ops = (forward, backward, backward_fixed, backward_frozen)
+    cases = [(op, shape, gain) for shape in SHAPES for gain in ((), shape[-1:]) for op in ops]
     programs = []
     for op, shape, gain in cases:
         arrays = [jax.ShapeDtypeStruct(shape, dtype)] * (2 if op is forward else 3)
         programs.append((op, (jax.ShapeDtypeStruct(gain, F32), *arrays)))
     for (op, shape, gain), (schedule,) in zip(cases, bundles.schedules(programs, chip=chip), strict=True):
-        sums_features = op is backward and gain and dtype == BF16
-        bar = BAR_FEATURES.get(chip, BAR) if sums_features else BAR
+        bar = BARS.get(op, BAR_V4_FEATURES if (chip, dtype) == ("v4", BF16) and gain else BAR)
         assert schedule.steps > 1, (shape, gain)
         assert 0 < schedule.ratio < bar, (op.__name__, shape, gain, schedule, schedule.ratio)
 

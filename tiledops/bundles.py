@@ -47,8 +47,8 @@ class Schedule:
     Attributes:
       name, instruction: of the kernel (`compiled.Kernel`).
       steps: grid steps of its pipeline.
-      bundles: bundles of one step, rounded up, with its share of what surrounds the pipeline. A predicated part (a
-        first or a last step's own) counts as if it always ran.
+      bundles: bundles of one step, rounded up, with its share of what surrounds the pipeline and of what a first or a
+        last step does alone. Any other predicated part counts as if it always ran.
       dma_seconds: time to move one step's share of the kernel's HBM bytes at the chip's full bandwidth.
       clock_hertz: bundles a second.
     """
@@ -153,50 +153,58 @@ def _read(folder: pathlib.Path, info: Any) -> tuple[Schedule, ...]:
     return tuple(result)
 
 
-_BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(?P<label>[A-Z]{2})?\s*:\s>*\s*\{(?P<text>.*)")
-_BRANCH = re.compile(r"sbr\.rel (?:\((?P<predicate>[^)]*)\) )?target = \$region(?P<region>\d+)")
+_BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:\s>*\s*\{(?P<text>.*)")
+_BRANCH = re.compile(r"sbr\.rel (?:\((?P<predicate>!?%\w+)\) )?target = \$region(?P<region>\d+)")
+_REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 
 
 def count(schedule: str) -> tuple[int, int]:
     """Grid steps, and bundles a step, of a kernel's final bundles as libtpu writes them.
 
-    A loop begins at a bundle labelled LB, which names the regions that start there, and ends at the branch back to one
-    of them. Its trip count is the constant that the branch's predicate is compared with; without a constant (the
-    last, ragged tile of an operand that XLA keeps in VMEM is copied by a loop) it counts once. The outermost loop that
-    waits for a DMA is the pipeline.
+    A bundle names the regions that start there. A branch back to one of them ends a loop. Its trip count is the
+    constant that the branch's predicate is compared with; without a constant (the last, ragged tile of an operand that
+    XLA keeps in VMEM is copied by a loop) it counts once. The outermost loop that waits for a DMA is the pipeline. A
+    branch ahead skips a part: unless a counter equals a constant, the part is a first or a last step's own, and counts
+    once a kernel.
 
     >>> count('''
     ...      0   :  { %s1 = smov 0 }
     ...    0x1 LB: > { %s2 = sadd.s32 1, %s1 } /* Start region 9 */
     ...    0x2   : > { dma.done.wait [#allocation4], 64 }
-    ...    0x3 LB: >> { %v1 = vld [vmem:[%s3] sm:$0xff] } /* Start region 7 :: Start region 8 */
-    ...    0x4   : >> { %p2 = scmp.ge.s32.totalorder %s3, 100 }
-    ...    0x5   : >> { %149 = sbr.rel (!%p2) target = $region8 }
-    ...    0x6   : > { %p1 = scmp.ge.s32.totalorder %s2, 16 }
-    ...    0x7   : > { %150 = sbr.rel (!%p1) target = $region9 }
+    ...    0x3   : > { %p3 = scmp.ne.s32.totalorder %s1, 15 }
+    ...    0x4   : > { %148 = sbr.rel (%p3) target = $region7 }
+    ...    0x5   : > { %v1 = vst [vmem:[%s4] sm:$0xff] %v0 }
+    ...    0x6 LB: >> { %v1 = vld [vmem:[%s3] sm:$0xff] } /* Start/End empty region 7 :: Start region 8 */
+    ...    0x7   : >> { %p2 = scmp.ge.s32.totalorder %s3, 100 }
+    ...    0x8   : >> { %149 = sbr.rel (!%p2) target = $region8 }
+    ...    0x9   : > { %p1 = scmp.ge.s32.totalorder %s2, 16 }
+    ...    0xa   : > { %150 = sbr.rel (!%p1) target = $region9 }
     ... ''')
-    (16, 503)
+    (16, 506)
     """
-    bundles = [(match["label"], match["text"]) for match in map(_BUNDLE.match, schedule.splitlines()) if match]
-    starts: dict[str, int] = {}
-    loops: list[tuple[int, int, int]] = []
-    for at, (label, text) in enumerate(bundles):
-        if label == "LB":
-            starts |= dict.fromkeys(re.findall(r"Start region (\d+)", text), at)
+    bundles = [match["text"] for match in map(_BUNDLE.match, schedule.splitlines()) if match]
+    starts = {region: at for at, text in enumerate(bundles) for region in _REGION.findall(text)}
+    times, steps, pipeline = [1] * len(bundles), 1, len(bundles)
+    rare: set[int] = set()
+    for at, text in enumerate(bundles):
         for branch in _BRANCH.finditer(text):
-            if branch["region"] in starts:
-                start = starts[branch["region"]]
-                loops.append((start, at + 1 + _DELAY_SLOTS, _trips(bundles[start : at + 1], branch["predicate"])))
-    times = [1] * len(bundles)
-    for start, end, trips in loops:
-        times[start:end] = [n * trips for n in times[start:end]]
-    waiting = [(start, n) for start, end, n in loops if any("dma.done.wait" in text for _, text in bundles[start:end])]
-    steps = min(waiting)[1] if waiting else 1
-    return steps, -(-sum(times) // steps)
+            target, predicate = starts.get(branch["region"], at), branch["predicate"] or ""
+            if target > at:
+                if _compared(bundles[: at + 1], predicate, "eq" if predicate.startswith("!") else "ne"):
+                    rare.update(range(at + 1 + _DELAY_SLOTS, target))
+                continue
+            trips = _compared(bundles[target : at + 1], predicate) or 1
+            if target < pipeline and any("dma.done.wait" in text for text in bundles[target : at + 1]):
+                steps, pipeline = trips, target
+            end = at + 1 + _DELAY_SLOTS
+            times[target:end] = [n * trips for n in times[target:end]]
+    total = sum(max(1, n // steps) if at in rare else n for at, n in enumerate(times))
+    return steps, -(-total // steps)
 
 
-def _trips(body: list[tuple[str, str]], predicate: str | None) -> int:
-    """The constant that the predicate of a loop's last branch is compared with; 1 if it is no constant."""
-    test = re.escape((predicate or "").lstrip("!")) + r" = scmp\.\S+ (?:\([^)]*\), )?%\w+, (\d+)"
-    constants = [int(n) for _, text in body for n in re.findall(test, text)]
-    return constants[-1] if constants else 1
+def _compared(bundles: list[str], predicate: str, relation: str = r"\w+") -> int | None:
+    """The constant that a number is compared with for a predicate, the last time that it is set; None if there is none,
+    or if they are compared otherwise."""
+    test = re.escape(predicate.lstrip("!")) + rf" = scmp\.{relation}\.\S+ (?:\([^)]*\), )?%\w+, (\d+)"
+    constants = [int(n) for text in bundles for n in re.findall(test, text)]
+    return constants[-1] if constants else None

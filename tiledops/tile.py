@@ -101,8 +101,9 @@ class Tile:
         active: Any = True
         if plan.cores > 1 and plan.grid[plan.split] % plan.cores:
             active = core * plan.steps[plan.order.index(plan.split)] + local[plan.split] < plan.grid[plan.split]
+        compute = functools.partial(self._each_slab, lambda start, size: self._slab(at, start, size, refs))
         if not self.summed:
-            _when(active, lambda: self._slabs(at, refs))
+            _when(active, compute)
             return
         # The steps that add up to one element of the sum, and the first and the last of them. They empty and flush the
         # accumulator even where there is no tile left for this core, unless the sum is another one there.
@@ -113,27 +114,55 @@ class Tile:
         if plan.cores > 1 and self.kept is not None:  # a core writes its own part of the sum, and zeros elsewhere
             _when(_all(i == 0 for i in ids), lambda: _clear(refs.total))
         _when(_all([owner, *(i == 0 for i, _ in inner)]), lambda: _clear(refs.accumulator))
-        _when(active, lambda: self._slabs(at, refs))
+        for axis, (extent, block) in enumerate(zip(plan.shape, plan.block, strict=True)):
+            if extent % block and axis != self.kept:
+                last = at[axis] == plan.grid[axis] - 1
+                _when(_all([active, last]), functools.partial(self._clear_overhang, axis, refs))
+        _when(active, compute)
         _when(_all([owner, *(i == n - 1 for i, n in inner)]), lambda: self._flush(at, refs))
 
-    def _slabs(self, at: Any, refs: Refs, start: tuple[Any, ...] = (), size: tuple[int, ...] = ()) -> None:
-        """Computes the slabs that lie, along the first axes, at `start` and have `size`: a loop an axis, and a rest."""
-        plan, axis = self.plan, len(start)
-        if axis == len(plan.shape):
-            self._slab(at, start, size, refs)
+    def _each_slab(self, visit: Callable[[Any, Any], None], first: tuple[int, ...] = (), *slab: Any) -> None:
+        """Calls `visit(start, size)` for each slab of the tile: along each axis a loop and a rest.
+
+        Args:
+          first: the slab to begin with along each axis; () for all of the tile.
+          slab: start and size along the axes that are done.
+        """
+        start, size = slab or ((), ())
+        axis = len(start)
+        if axis == len(self.plan.shape):
+            visit(start, size)
             return
-        slab = plan.slab[axis]
-        whole, rest = divmod(plan.block[axis], slab)
-        if whole == 1:
-            self._slabs(at, refs, (*start, 0), (*size, slab))
-        else:
+        extent = self.plan.slab[axis]
+        whole, rest = divmod(self.plan.block[axis], extent)
+        begin = first[axis] if first else 0
+        if whole - begin == 1:
+            self._each_slab(visit, first, (*start, begin * extent), (*size, extent))
+        elif whole > begin:
 
             def step(i: Any, carry: None) -> None:
-                self._slabs(at, refs, (*start, pl.multiple_of(i * slab, slab)), (*size, slab))
+                self._each_slab(visit, first, (*start, pl.multiple_of(i * extent, extent)), (*size, extent))
 
-            jax.lax.fori_loop(0, whole, step, None)
+            jax.lax.fori_loop(begin, whole, step, None)
         if rest:
-            self._slabs(at, refs, (*start, whole * slab), (*size, rest))
+            self._each_slab(visit, first, (*start, whole * extent), (*size, rest))
+
+    def _clear_overhang(self, axis: int, refs: Refs) -> None:
+        """Zeroes what the last tile along an axis holds beyond the array's edge, which may be anything, NaN included:
+        the products there add nothing to the sum, and no other tile has to mask its own."""
+        plan = self.plan
+        inside = plan.shape[axis] % plan.block[axis]
+
+        def clear(start: Any, size: Any) -> None:
+            index = self._window(start, size)
+            for ref in refs.ins:
+                x = ref[index].astype(jnp.float32)  # not every TPU selects among bfloat16
+                kept = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) < inside - start[axis]
+                ref[index] = jnp.where(kept, x, 0.0).astype(ref.dtype)
+
+        first = [0] * len(plan.shape)
+        first[axis] = inside // plan.slab[axis]
+        self._each_slab(clear, tuple(first))
 
     def _slab(self, at: Any, start: tuple[Any, ...], size: tuple[int, ...], refs: Refs) -> None:
         index = self._window(start, size)
@@ -147,7 +176,7 @@ class Tile:
         for ref, value in zip(refs.outs, (*stored, product) if self.products else stored, strict=True):
             ref[index] = value.astype(ref.dtype)
         if self.summed:
-            self._accumulate(refs.accumulator, product, at, start, size)
+            self._accumulate(refs.accumulator, product, start, size)
 
     def _window(self, start: tuple[Any, ...], size: tuple[int, ...]) -> Any:
         if size == self.plan.block:
@@ -171,16 +200,9 @@ class Tile:
             vector = ref[pl.ds(pl.multiple_of(offset, LANES) if not isinstance(offset, int) else offset, extent)]
         return vector[:, None] if place == rank - 2 else vector[None, :]
 
-    def _accumulate(self, accumulator: Any, product: Any, at: Any, start: Any, size: tuple[int, ...]) -> None:
-        """Adds the products into the accumulator, register by register: sums across a register wait for `_flush`.
-
-        Each axis is masked when its own turn comes, since masks after a sum are fewer; the columns come first, so that
-        it is the rows' masks, the usual ones, that are few.
-        """
+    def _accumulate(self, accumulator: Any, product: Any, start: Any, size: tuple[int, ...]) -> None:
+        """Adds the products into the accumulator, register by register: sums across a register wait for `_flush`."""
         rank = len(self.plan.shape)
-        for axis in range(rank - 2):
-            if axis != self.kept and (limit := self._limit(axis, at, start)) is not None:
-                product = _masked(product, axis, limit)
         product = jnp.sum(product, tuple(range(rank - 2)))
         parts: list[tuple[tuple[Any, ...], Any]] = [((), product)]
         for position, axis in reversed(list(enumerate(range(rank)[-2:]))):
@@ -189,19 +211,13 @@ class Tile:
                 window = slice(None) if size[axis] == extent else pl.ds(start[axis], size[axis])
                 parts = [((window, *index), part) for index, part in parts]
             else:
-                limit = self._limit(axis, at, start)
                 parts = [
                     ((slice(0, piece.shape[position]), *index), piece)
                     for index, part in parts
-                    for piece in _fold(part, position, extent, limit)
+                    for piece in _fold(part, position, extent)
                 ]
         for index, part in parts:
             accumulator[index] += part
-
-    def _limit(self, axis: int, at: Any, start: tuple[Any, ...]) -> Any:
-        """How much of a slab is inside the array along `axis`, if tiles hang over its edge there; else None."""
-        extent, block = self.plan.shape[axis], self.plan.block[axis]
-        return extent - at[axis] * block - start[axis] if extent % block else None
 
     def _flush(self, at: Any, refs: Refs) -> None:
         """Writes a finished sum."""
@@ -261,19 +277,12 @@ class Tile:
         return rows if self.kept == rank - 2 else SUBLANES, cols if self.kept == rank - 1 else LANES
 
 
-def _fold(x: jax.Array, axis: int, extent: int, limit: Any) -> list[jax.Array]:
+def _fold(x: jax.Array, axis: int, extent: int) -> list[jax.Array]:
     """The sum of the pieces of `extent` along an axis, in order, and the smaller piece that may be left."""
     n = x.shape[axis]
     pieces = [jax.lax.slice_in_dim(x, i, min(i + extent, n), axis=axis) for i in range(0, n, extent)]
-    if limit is not None:
-        pieces = [_masked(piece, axis, limit - i * extent) for i, piece in enumerate(pieces)]
     whole = n // extent
     return [functools.reduce(jnp.add, pieces[:whole]), *pieces[whole:]] if whole else pieces
-
-
-def _masked(x: jax.Array, axis: int, limit: Any) -> jax.Array:
-    """Zero from `limit` on: what a ragged tile holds beyond the array's edge is anything, NaN included."""
-    return jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) < limit, x, 0.0)
 
 
 def _all(conditions: Iterable[Any]) -> Any:
