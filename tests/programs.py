@@ -8,6 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from tiledops import chips, simulator
 
 
 def kernels(program: Any) -> Counter[str]:
@@ -38,3 +43,21 @@ def fresh(fn: Any, **options: Any) -> Any:
     """`jax.jit(fn)` with a cache of its own. Jits of one function share theirs, and with it what was traced before
     under other settings of tiledops."""
     return jax.jit(functools.partial(fn), **options)
+
+
+def racing(x: Any) -> Any:
+    """Two cores that write one place, under the parameters that our own kernels are simulated with."""
+
+    def both_write(x: Any, out: Any) -> None:
+        pltpu.sync_copy(x, out)
+
+    chips.prepare_simulator()
+    return pl.pallas_call(
+        both_write,
+        grid=(2,),
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        out_specs=pl.BlockSpec(memory_space=pl.ANY),
+        out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=(pltpu.PARALLEL,)),
+        interpret=simulator.interpret_params(2),
+    )(x)

@@ -13,14 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import BY_NAME, F32
+from cases import BY_NAME
 from jax._src.pallas.mosaic.interpret.shared_memory import SharedMemory
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from programs import racing
 
 import tiledops
-from tiledops import chips, simulator
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -70,21 +68,7 @@ def test_an_exception_on_one_of_eight_devices(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_race() -> None:
-    """Two cores that write one place. (JAX 0.10 reports it, newer ones raise.)"""
-
-    def both_write(x: Any, out: Any) -> None:
-        pltpu.sync_copy(x, out)
-
-    chips.prepare_simulator()
-    racing = pl.pallas_call(
-        both_write,
-        grid=(2,),
-        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
-        out_specs=pl.BlockSpec(memory_space=pl.ANY),
-        out_shape=jax.ShapeDtypeStruct((8, 128), F32),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=(pltpu.PARALLEL,)),
-        interpret=simulator.interpret_params(2),
-    )
+    """JAX 0.10 reports it, newer ones raise."""
     try:
         jax.block_until_ready(racing(jnp.ones((8, 128))))
     except jax.errors.JaxRuntimeError as error:
