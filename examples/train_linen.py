@@ -24,7 +24,10 @@ the gate:
   would overfit; it costs training loss (Huang et al. 2016, arXiv:1603.09382). Here with the fixed gain of the second.
 
 All have the same weights to begin with, the same batches and the same optimizer, `tiledops.transforms.adamw` in Flax's
-training state. Losses are in bits: a kind out of seven is log2(7) = 2.81 bits to who knows nothing.
+training state. Losses are in bits: a kind out of seven is log2(7) = 2.81 bits to who knows nothing. What the defaults
+gave (`--seed 0` on Python 3.11, `--seed 1` on 3.13; 2026-12-02): plain add ended at 0.55 and 0.64 bits, 75.5% and 77.8%
+of the held-out bytes right; the four gates at 0.34-0.37 and 0.39-0.41 bits, 81.4-82.0% and 84.9-86.4%. That there is a
+gate counts for more here than which.
 
 By default the kernels are replaced by plain jnp (`--mode reference`), since a simulated kernel takes some 20 ms a tile:
 `--mode simulate --steps 2` shows that they are right, and on a TPU `--mode tpu` runs them.
