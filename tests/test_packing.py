@@ -41,12 +41,19 @@ def test_vectors_lie_at_whole_tiles_of_every_dtype():
 @pytest.mark.parametrize("chip", chips.CHIPS)
 def test_a_pack_fits_into_vmem(chip):
     info = chips.chip_info(chip)
-    packs = packing.split([10_000] * 500, 28, info)
+    packs = packing.split([30_000] * 500, 7, 28, info)
     assert [i for pack in packs for i in pack] == list(range(500))
-    assert len(packs) > 1
+    assert max(map(len, packs)) < packing.TRANSFERS // 7
     for pack in packs:
-        wanted = packing.Pack((10_000,) * len(pack), (F32,) * 4, (F32,) * 3).buffer_bytes
+        wanted = packing.Pack((30_000,) * len(pack), (F32,) * 4, (F32,) * 3).buffer_bytes
         assert wanted <= 0.75 * chips.scoped_vmem_bytes(info)
+
+
+def test_a_pack_has_so_many_transfers_at_most():
+    """Mosaic compiles more of them in more than proportionate time."""
+    packs = packing.split([5] * 500, 7, 28, chips.chip_info("v5e"))
+    assert [i for pack in packs for i in pack] == list(range(500))
+    assert max(map(len, packs)) == packing.TRANSFERS // 7
 
 
 @pytest.mark.parametrize(

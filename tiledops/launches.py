@@ -79,8 +79,10 @@ def _run_all(call: Call, launches: Sequence[Launch]) -> Iterator[tuple[list[int]
         groups.setdefault(key, []).append(i)
         placed[i] = (its_call, coefficients, arrays)
     for group in groups.values():
+        dtypes = _dtypes(launches[group[0]])
         sizes = [launches[i].arrays[0].size for i in group]
-        for pack in packing.split(sizes, _bytes_per_element(launches[group[0]]), call.chip) if group[1:] else [[0]]:
+        per_element = sum(dtype.itemsize for dtype in dtypes)
+        for pack in packing.split(sizes, len(dtypes), per_element, call.chip) if group[1:] else [[0]]:
             members = [group[k] for k in pack]
             its_call, coefficients, arrays = placed[members[0]]
             operation = launches[members[0]].operation
@@ -99,12 +101,13 @@ def _packs(call: Call, launch: Launch) -> bool:
         and call.config.schedule == "pipelined"
         and launch.arrays[0].ndim < 2
         and all(c.size == 1 for c in launch.coefficients)
-        and packing.small(launch.arrays[0].size, _bytes_per_element(launch), call.chip)
+        and packing.small(launch.arrays[0].size, sum(dtype.itemsize for dtype in _dtypes(launch)), call.chip)
     )
 
 
-def _bytes_per_element(launch: Launch) -> int:
-    return sum(dtype.itemsize for dtype in (*(x.dtype for x in launch.arrays), *launch.operation.outs))
+def _dtypes(launch: Launch) -> tuple[Any, ...]:
+    """Of all that moves, in and out."""
+    return (*(x.dtype for x in launch.arrays), *launch.operation.outs)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
