@@ -176,10 +176,10 @@ def hush() -> None:
     """Keeps orbax's threads from printing pages about a write that failed, which `Checkpoints` says in a line."""
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    show = sys.excepthook
+    show = sys.unraisablehook
 
-    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if str(error) != "Event loop is closed":  # what tensorstore's callbacks then find
-            show(kind, error, trace)
+    def hook(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":  # what tensorstore's callbacks then find
+            show(unraisable)
 
-    sys.excepthook = hook
+    sys.unraisablehook = hook
