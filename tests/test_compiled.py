@@ -168,17 +168,20 @@ def test_both_tensor_cores_work(shape, dtype):
 
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("shape", [(8192, 4096), (50257, 768), (1001, 3001)], ids=str)
-def test_a_learnable_bfloat16_gain(shape, chip):
-    """Beside what a user would write, a*x + y all in bfloat16, whose backward pass XLA fuses into one as well. What we
-    move more is a gain's conversion to float32 and its gradient's to bfloat16, outside the kernel: 512 padded bytes
-    each for a scalar; and for a gain a feature, which the kernel slices, 2 bytes an element read, 4 written and 2 more
-    read."""
-    for gain in ((), shape[-1:]):
-        args = (struct(gain, BF16), *(struct(shape, BF16) for _ in range(3)))
-        ours, xla = (compiled.compile_for(backward(op), *args, chip=chip) for op in (tiledops.axpy, bfloat16_axpy))
-        assert not ours.extra
-        conversion = 8 * layouts.round_up(math.prod(gain), 1024) if gain else 2 * 512
-        assert ours.hbm_bytes <= xla.hbm_bytes + conversion + for_two_cores(ours, gain), gain
+def test_a_learnable_gain_in_bfloat16(shape, chip):
+    """Three arrays move, ours and XLA's: it fuses the backward pass into one, whether the gain is float32 or, as a user
+    would write it, a*x + y is all in bfloat16. There what we move more is a gain's conversion to float32 and its
+    gradient's to bfloat16, outside the kernel: 512 padded bytes each for a scalar; and for a gain a feature, which the
+    kernel slices, 2 bytes an element read, 4 written and 2 more read."""
+    for dtype, op in [(F32, plain), (BF16, bfloat16_axpy)]:
+        for gain in ((), shape[-1:]):
+            args = (struct(gain, dtype), *(struct(shape, BF16) for _ in range(3)))
+            ours, xla = (compiled.compile_for(backward(op), *args, chip=chip) for op in (tiledops.axpy, op))
+            assert not ours.extra
+            assert [round(report.hbm_bytes / (2 * math.prod(shape))) for report in (ours, xla)] == [3, 3], (dtype, gain)
+            conversion = 8 * layouts.round_up(math.prod(gain), 1024) if gain else 2 * 512
+            allowed = xla.hbm_bytes + for_two_cores(ours, gain) + (conversion if dtype == BF16 else 0)
+            assert ours.hbm_bytes <= allowed, (dtype, gain)
 
 
 def bfloat16_axpy(a, x, y):
