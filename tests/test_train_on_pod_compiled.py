@@ -47,7 +47,7 @@ def test_three_topologies(topology: str, mesh: str, devices: int, monkeypatch: p
 
 def test_what_does_not_fit_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     with pytest.raises(SystemExit) as stop:
-        printed(monkeypatch, capsys, "--compile-only", "v5e:2x2", "--batch", "16000000")
+        printed(monkeypatch, capsys, "--compile-only", "v5e:2x2", "--batch", "4000000", "--context", "64")
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert re.fullmatch(
