@@ -37,7 +37,7 @@ def backward_fixed(a: Any, x: Any, y: Any, g: Any) -> Any:
 
 def backward_frozen(a: Any, x: Any, y: Any, g: Any) -> Any:
     """The gain's gradient alone: nothing to store, so that its bytes take the least time, and its arithmetic 0.65 of
-    that on v4 and 0.68 on TPU7x in bfloat16: still memory-bound, by less of a margin."""
+    that on v4 and 0.64 on TPU7x in bfloat16: still memory-bound, by less of a margin."""
     return jax.vjp(lambda a: tiledops.axpy(a, x, y), a)[1](g)
 
 

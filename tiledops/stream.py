@@ -81,9 +81,9 @@ def stream(op: Operation, coefficients: tuple[jax.Array, ...], arrays: tuple[jax
         simulator.forget_failure()
         # The interpreter pads the blocks of a grid but not the buffer that they alias.
         aliases = () if op.config.schedule == "blocked" else op.aliases
-        return kernel.aliasing(aliases)(*coefficients, *arrays)
+        return kernel(aliases)(*coefficients, *arrays)
     operands = (*coefficients, *arrays[:-1], modes.for_tpu(arrays[-1]))
-    return donation.in_place(kernel.aliasing, op.aliases, len(coefficients), *operands)
+    return donation.in_place(kernel, op.aliases, len(coefficients), *operands)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ class _Kernel:
     op: Operation
     coefficients: int
 
-    def aliasing(self, aliases: tuple[tuple[int, int], ...]) -> Callable[..., tuple[jax.Array, ...]]:
+    def __call__(self, aliases: tuple[tuple[int, int], ...]) -> Callable[..., tuple[jax.Array, ...]]:
         op = dataclasses.replace(self.op, aliases=aliases)
 
         def run(*operands: jax.Array) -> tuple[jax.Array, ...]:
