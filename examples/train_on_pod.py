@@ -95,11 +95,10 @@ def join(args: argparse.Namespace) -> None:
 
 
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    for flag in ("batch", "context", "steps", "save_every", "keep", "patience", "num_processes"):
-        if vars(args)[flag] is not None and vars(args)[flag] < 1:
-            parser.error(f"--{flag.replace('_', '-')} must be 1 or more; got {vars(args)[flag]}")
-    if args.seed < 0:
-        parser.error(f"--seed must be 0 or more; got {args.seed}")
+    least = dict.fromkeys(("context", "steps", "save_every", "keep", "patience", "num_processes"), 1)
+    for flag, number in (least | {"batch": 2, "seed": 0}).items():  # an axis of 1 has no sharding in its type
+        if vars(args)[flag] is not None and vars(args)[flag] < number:
+            parser.error(f"--{flag.replace('_', '-')} must be {number} or more; got {vars(args)[flag]}")
     if not 0 <= args.drop < 1:
         parser.error(f"--drop must be from 0 to less than 1; got {args.drop}")
     if args.learning_rate is not None and not args.learning_rate > 0:

@@ -350,6 +350,7 @@ def test_a_run_that_diverges_stops(monkeypatch: pytest.MonkeyPatch, capsys: Any,
     ("arguments", "message"),
     [
         (("--steps", "0"), "--steps must be 1 or more; got 0"),
+        (("--batch", "1"), "--batch must be 2 or more; got 1"),
         (("--drop", "1"), "--drop must be from 0 to less than 1; got 1.0"),
         (("--learning-rate", "-1"), "--learning-rate must be more than 0; got -1.0"),
         (("--preset", "2b"), "argument --preset: invalid choice: '2b'"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import signal
 import socket
 import subprocess
@@ -116,17 +115,23 @@ def test_a_run_that_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path, com
     assert "all 60 steps are taken" in lines
 
 
+LIMITED = """
+import resource, sys
+sys.path.insert(0, {examples!r})
+resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+import train_on_pod
+sys.argv[0] = "train_on_pod.py"
+sys.exit(train_on_pod.main())
+"""
+
+
 def test_a_full_disk_ends_in_one_line(tmp_path: Path) -> None:
     """As far as a test can have one: no file may grow beyond 64 KiB."""
-
-    def limited() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
-
-    code, _, error = finished(start(*COMMON, "--out", str(tmp_path), devices=1, preexec_fn=limited))
+    job = LIMITED.format(examples=str(SCRIPT.parent))
+    code, _, error = finished(start("-c", job, *COMMON, "--out", str(tmp_path), devices=1))
     assert code == 2
-    assert (
-        error == f"train_on_pod.py: error: a checkpoint cannot be written to {tmp_path}/checkpoints: File too large\n"
-    )
+    expected = f"train_on_pod.py: error: a checkpoint cannot be written to {tmp_path}/checkpoints: File too large\n"
+    assert error == expected
 
 
 JOB = """
@@ -173,7 +178,7 @@ def test_simulated_on_a_terminal_with_a_trace(tmp_path: Path) -> None:
         "--steps",
         "5",
         "--batch",
-        "1",
+        "2",
         "--context",
         "4",
         "--profile",

@@ -92,13 +92,10 @@ def gather(weights: Any, dtype: Any) -> Any:
     def one(w: jax.Array) -> jax.Array:
         if w.ndim < 2:
             return w
-        sharding = jax.typeof(w).sharding
-        rows = {"data", "fsdp"}
-        if math.prod(sharding.mesh.shape[axis] for axis in rows) == 1:  # one chip has all rows, perhaps just one
-            return w.astype(dtype)
-        whole = (None if name == "fsdp" else name for name in sharding.spec)
-        w = jax.sharding.reshard(w.astype(dtype), PartitionSpec(*sharding.spec, reduced={"data"}))
-        return jax.sharding.reshard(w, PartitionSpec(*whole, reduced=rows))
+        spec = jax.typeof(w).sharding.spec
+        whole = (None if name == "fsdp" else name for name in spec)
+        w = jax.sharding.reshard(w.astype(dtype), PartitionSpec(*spec, reduced={"data"}))
+        return jax.sharding.reshard(w, PartitionSpec(*whole, reduced={"data", "fsdp"}))
 
     return jax.tree.map(one, weights)
 
