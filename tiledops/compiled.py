@@ -77,7 +77,8 @@ def lower_for(fn: Callable[..., Any], *args: Any, chip: str = DEFAULT_CHIP, **ji
       chip: a generation ("v4", "v5e", "v5p", "v6e", "tpu7x") or a topology ("v5e:4x4").
     """
     leaves = jax.tree.leaves(args)
-    meshes = {leaf.sharding.mesh for leaf in leaves if isinstance(getattr(leaf, "sharding", None), NamedSharding)}
+    shardings = [leaf.sharding for leaf in leaves if isinstance(getattr(leaf, "sharding", None), NamedSharding)]
+    meshes = {sharding.mesh for sharding in shardings if isinstance(sharding.mesh, Mesh)}
     mesh = meshes.pop() if meshes else Mesh(np.array(topology_devices(chip)[:1]), ("chip",))
 
     spec: Any = jax.P
@@ -85,8 +86,8 @@ def lower_for(fn: Callable[..., Any], *args: Any, chip: str = DEFAULT_CHIP, **ji
 
     def placed(leaf: Any) -> Any:
         sharding = getattr(leaf, "sharding", None)
-        if not isinstance(sharding, NamedSharding):
-            sharding = NamedSharding(mesh, replicated)
+        # The mesh of what `jax.eval_shape` returns is abstract.
+        sharding = NamedSharding(mesh, sharding.spec if isinstance(sharding, NamedSharding) else replicated)
         leaf = leaf if hasattr(leaf, "dtype") else jax.numpy.asarray(leaf)
         struct: Any = jax.ShapeDtypeStruct
         return struct(leaf.shape, leaf.dtype, sharding=sharding)
