@@ -99,7 +99,8 @@ class _Turns:
     def take(self) -> np.bool_:
         me, alive = threading.current_thread(), time.monotonic()
         while not self._taken.acquire(timeout=0.002):
-            if me is self._by:  # it runs what it has called itself, one by one, so its last kernel was interrupted
+            # A thread runs what it has called itself, one by one: if it asks again, or is gone, it was interrupted.
+            if self._by is not None and (me is self._by or not self._by.is_alive()):
                 break
             if interpreter._shared_memory is not None:
                 alive = time.monotonic()
