@@ -76,10 +76,9 @@ def vectorized(operation: Operation) -> Any:
             for x, mapped in zip(arrays, mapped_arrays, strict=True)
         )
         total = None if operation.total is None else (size, *operation.total)
-        leaf = vectorized(dataclasses.replace(operation.leaf, total=total))
-        width = len(arrays) // operation.leaves  # mapped vectors no longer share a kernel
-        parts = [leaf(coefficients, partitioning.alike(arrays[k : k + width])) for k in range(0, len(arrays), width)]
-        stored = [x for part in parts for x in part[: len(operation.outs) // operation.leaves]]
+        leaf = dataclasses.replace(operation.leaf, total=total)  # mapped vectors no longer share a kernel
+        parts = [vectorized(leaf)(coefficients, partitioning.alike(its)) for its in operation.by_leaf(arrays)]
+        stored = [x for part in parts for x in part[: len(leaf.outs)]]
         totals = [functools.reduce(jnp.add, [part[-1] for part in parts])] if total else []
         results = (*stored, *totals)
         return results, jax.tree.map(lambda _: True, results)

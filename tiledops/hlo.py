@@ -52,18 +52,22 @@ def hbm_bytes(shape: str) -> int:
 
 def tiled_bytes(array: re.Match[str]) -> int:
     """Bytes of an array, padded to its tiles."""
-    digits = re.search(r"\d+", array["type"])
-    if digits is None:  # a token; a predicate
-        return 0
-    dims = [int(n) for n in array["dims"].split(",") if n] or [1]
-    order = [int(n) for n in (array["order"] or "").split(",") if n] or [0]
+    dims, order = _numbers(array["dims"]) or [1], _numbers(array["order"] or "") or [0]
     tile = re.search(r"T\(([\d,]+)\)", array["tiling"] or "")
-    for extent, axis in zip(reversed([int(n) for n in tile[1].split(",")]) if tile else [], order, strict=False):
+    for extent, axis in zip(reversed(_numbers(tile[1] if tile else "")), order, strict=False):
         dims[axis] = -(-dims[axis] // extent) * extent
-    return math.prod(dims) * int(digits[0]) // 8
+    return _bytes(array, dims)
 
 
 def array_bytes(array: re.Match[str]) -> int:
     """Bytes of an array's elements, without padding."""
-    digits = re.search(r"\d+", array["type"])
-    return math.prod(int(n) for n in array["dims"].split(",") if n) * int(digits[0]) // 8 if digits else 0
+    return _bytes(array, _numbers(array["dims"]))
+
+
+def _bytes(array: re.Match[str], dims: list[int]) -> int:
+    digits = re.search(r"\d+", array["type"])  # none in a token or a predicate
+    return math.prod(dims) * int(digits[0]) // 8 if digits else 0
+
+
+def _numbers(listed: str) -> list[int]:
+    return [int(n) for n in listed.split(",") if n]

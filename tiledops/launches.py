@@ -120,10 +120,7 @@ def _run_jvp(call: Call, operation: Operation, primals: Any, tangents: Any) -> t
     """Differentiating through a step (meta-learning) is rare: its derivative is that of the block's maths, by jnp."""
 
     def plain(coefficients: Any, arrays: Any) -> Arrays:
-        width = len(arrays) // operation.leaves
-        leaves = [
-            operation.block(coefficients, arrays[k : k + width], exact=False) for k in range(0, len(arrays), width)
-        ]
+        leaves = [operation.block(coefficients, its, exact=False) for its in operation.by_leaf(arrays)]
         outs = (out for stored, _ in leaves for out in stored)
         sums = [jnp.sum(summed, keepdims=True) for _, summed in leaves if summed is not None]
         rounded = tuple(out.astype(dtype) for out, dtype in zip(outs, operation.outs, strict=True))

@@ -41,7 +41,7 @@ class Simulation(effects.Effect):
         return "Simulation"
 
 
-_turn = Simulation()
+_simulation = Simulation()
 
 for _rule in (
     effects.lowerable_effects,
@@ -121,7 +121,7 @@ _turns = _Turns()
 
 @_simulated.def_effectful_abstract_eval
 def _abstract(*_: Any, kernel: Any) -> Any:
-    return kernel.out_avals, {_turn}
+    return kernel.out_avals, {_simulation}
 
 
 @_simulated.def_impl
@@ -132,10 +132,10 @@ def _under_disable_jit(*operands: Any, kernel: Any) -> Any:
 def _lowering(context: Any, *operands: Any, kernel: Any) -> Any:
     """The interpreter's own program, its callbacks in the order of our token."""
     theirs = callback._OrderedIOEffect
-    inner = context.replace(tokens_in=mlir.TokenSet({theirs: context.tokens_in.get(_turn)}), tokens_out=None)
+    inner = context.replace(tokens_in=mlir.TokenSet({theirs: context.tokens_in.get(_simulation)}), tokens_out=None)
     with _device_axes(getattr(context.module_context.axis_context, "manual_axes", frozenset())):
         results = mlir.lower_fun(jaxpr_as_fun(kernel), multiple_results=True)(inner, *operands)
-    context.set_tokens_out(mlir.TokenSet({_turn: inner.tokens_out.get(theirs)}))
+    context.set_tokens_out(mlir.TokenSet({_simulation: inner.tokens_out.get(theirs)}))
     return results
 
 
@@ -162,7 +162,7 @@ def forget_failure() -> None:
     On several devices JAX keeps the token of a computation that failed, and raises its error again at the next one
     (jax-ml/jax#37587).
     """
-    token = dispatch.runtime_tokens.current_tokens.get(_turn)
+    token = dispatch.runtime_tokens.current_tokens.get(_simulation)
     if token is None:
         return
     try:

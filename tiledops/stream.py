@@ -66,6 +66,11 @@ class Operation:
         outs, aliases = len(self.outs) // self.leaves, len(self.aliases) // self.leaves
         return dataclasses.replace(self, outs=self.outs[:outs], aliases=self.aliases[:aliases], leaves=1)
 
+    def by_leaf(self, arrays: tuple[jax.Array, ...]) -> list[tuple[jax.Array, ...]]:
+        """The arrays of each leaf."""
+        width = len(arrays) // self.leaves
+        return [arrays[k : k + width] for k in range(0, len(arrays), width)]
+
     def __call__(self, coefficients: tuple[jax.Array, ...], arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """The stored arrays, then the float32 sum if there is one."""
         return stream(self, coefficients, arrays)
@@ -222,8 +227,13 @@ def _call(op: Operation, tile: Tile, resident: list[jax.Array], streams: list[ja
     else:
         kernel, grid = pipelined, () if alone else (plan.cores,)
         ins, outs = [in_hbm] * len(streams), [in_hbm] * len(out_dtypes)
-    call = pl.pallas_call(
+    return _launch(
+        op,
         kernel,
+        [*resident, *streams],
+        elements=math.prod(plan.shape),
+        hbm_bytes=plan.hbm_bytes,
+        metadata={"block": "x".join(map(str, plan.block)), "vmem_bytes": plan.buffer_bytes, "cores": plan.cores},
         grid=grid,
         in_specs=[*map(tile.resident_spec, tile.resident), *ins],
         out_specs=[*outs, *totals],
@@ -233,22 +243,11 @@ def _call(op: Operation, tile: Tile, resident: list[jax.Array], streams: list[ja
         ],
         scratch_shapes=[accumulator] * tile.summed,
         input_output_aliases={len(resident) + i: out for i, out in op.aliases},
-        cost_estimate=pl.CostEstimate(
-            flops=blocks.FLOPS[op.block] * math.prod(plan.shape), transcendentals=0, bytes_accessed=plan.hbm_bytes
-        ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=((pltpu.PARALLEL,) + (pltpu.ARBITRARY,) * len(plan.order))[: len(grid)],
             vmem_limit_bytes=plan.vmem_limit_bytes,
         ),
-        interpret=simulator.interpret_params(op.chip.num_cores) if op.mode == modes.SIMULATE else False,
-        name=op.name,
-        metadata={  # what `compiled` reads back
-            "block": "x".join(map(str, plan.block)),
-            "vmem_bytes": str(plan.buffer_bytes),
-            "cores": str(plan.cores),
-        },
     )
-    return (simulator.simulated(call) if op.mode == modes.SIMULATE else call)(*resident, *streams)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -268,8 +267,13 @@ def _packed(op: Operation, coefficients: Any, arrays: Any) -> tuple[jax.Array, .
         pack.run(compute, tuple(ref[...] for ref in numbers), hbm, results, total, scratch)
 
     in_smem, in_hbm = (pl.BlockSpec(memory_space=space) for space in (pltpu.SMEM, pl.ANY))
-    call = pl.pallas_call(
+    results = _launch(
+        op,
         kernel,
+        [*(c.reshape(()) for c in coefficients), *arrays],
+        elements=sum(sizes),
+        hbm_bytes=pack.hbm_bytes,
+        metadata={"block": pack.extent, "vmem_bytes": pack.buffer_bytes, "cores": 1},
         in_specs=[in_smem] * scalars + [in_hbm] * len(arrays),
         out_specs=[in_hbm] * len(op.outs) + [in_smem] * summed,
         out_shape=[
@@ -278,15 +282,33 @@ def _packed(op: Operation, coefficients: Any, arrays: Any) -> tuple[jax.Array, .
         ],
         scratch_shapes=pack.scratch(),
         input_output_aliases={scalars + i: out for i, out in op.aliases},
-        cost_estimate=pl.CostEstimate(
-            flops=blocks.FLOPS[op.block] * sum(sizes), transcendentals=0, bytes_accessed=pack.hbm_bytes
-        ),
-        interpret=simulator.interpret_params(1) if op.mode == modes.SIMULATE else False,
-        name=op.name,
-        metadata={"block": str(pack.extent), "vmem_bytes": str(pack.buffer_bytes), "cores": "1"},
     )
-    operands = (*(c.reshape(()) for c in coefficients), *arrays)
-    return tuple((simulator.simulated(call) if op.mode == modes.SIMULATE else call)(*operands))
+    return tuple(results)
+
+
+def _launch(
+    op: Operation,
+    kernel: Callable[..., None],
+    operands: list[jax.Array],
+    *,
+    elements: int,
+    hbm_bytes: int,
+    metadata: dict[str, Any],
+    **specs: Any,
+) -> list[jax.Array]:
+    """The pallas_call, compiled or simulated, with what it costs and with the metadata that `compiled` reads back."""
+    simulate = op.mode == modes.SIMULATE
+    call = pl.pallas_call(
+        kernel,
+        cost_estimate=pl.CostEstimate(
+            flops=blocks.FLOPS[op.block] * elements, transcendentals=0, bytes_accessed=hbm_bytes
+        ),
+        interpret=simulator.interpret_params(op.chip.num_cores) if simulate else False,
+        name=op.name,
+        metadata={key: str(value) for key, value in metadata.items()},
+        **specs,
+    )
+    return (simulator.simulated(call) if simulate else call)(*operands)
 
 
 def _struct(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
