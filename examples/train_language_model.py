@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax  # type: ignore[import-untyped]
-from console import progress, what_runs
+from console import at_least, begin, progress
 from flax import nnx
 from language_model import LanguageModel, Size, bits_per_byte, standard_library
 
@@ -153,23 +153,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--sample", type=int, default=100, help="bytes to sample after training")
     args = parser.parse_args()
-    for flag, least in {"steps": 1, "batch": 1, "context": 1, "heads": 1, "layers": 1, "seed": 0, "sample": 0}.items():
-        if vars(args)[flag] < least:
-            parser.error(f"--{flag} must be {least} or more; got {vars(args)[flag]}")
+    at_least(parser, args, {"steps": 1, "batch": 1, "context": 1, "heads": 1, "layers": 1, "seed": 0, "sample": 0})
     start = time.perf_counter()
     text = standard_library(args.seed)
     if min(map(len, text)) <= args.context:
         parser.error(f"--context {args.context} is no less than the text, of {min(map(len, text))} bytes")
-    try:
-        with tiledops.use_config(mode=args.mode) as config:
-            print(what_runs(config), flush=True)
-    except (RuntimeError, ValueError) as error:  # a mode that cannot run here, or an environment that names none
-        parser.error(str(error))
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-        metrics = (args.out / "metrics.jsonl").open("w", buffering=1)
-    except OSError as error:
-        parser.error(f"--out {args.out} cannot be written: {error.strerror}")
+    metrics = begin(parser, args)
 
     with metrics, tiledops.use_config(mode=args.mode):
         print("text: {:,} bytes to train on, {:,} of other files held out".format(*map(len, text)), flush=True)

@@ -52,7 +52,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax  # type: ignore[import-untyped]
-from console import progress, what_runs
+from console import at_least, begin, progress
 from flax import linen as nn
 from rich.console import Console
 from rich.table import Table
@@ -264,22 +264,11 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64, help="features")
     parser.add_argument("--rate", type=float, default=3e-3, help="learning rate")
     args = parser.parse_args()
-    for flag, least in {"steps": 1, "batch": 1, "layers": 1, "width": 1, "seed": 0}.items():
-        if vars(args)[flag] < least:
-            parser.error(f"--{flag} must be {least} or more; got {vars(args)[flag]}")
+    at_least(parser, args, {"steps": 1, "batch": 1, "layers": 1, "width": 1, "seed": 0})
     if not 0.0 < args.rate < math.inf:
         parser.error(f"--rate must be a positive number; got {args.rate}")
     start = time.perf_counter()
-    try:
-        with tiledops.use_config(mode=args.mode) as config:
-            print(what_runs(config), flush=True)
-    except (RuntimeError, ValueError) as error:  # a mode that cannot run here, or an environment that names none
-        parser.error(str(error))
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-        metrics = (args.out / "metrics.jsonl").open("w", buffering=1)
-    except OSError as error:
-        parser.error(f"--out {args.out} cannot be written: {error.strerror}")
+    metrics = begin(parser, args)
 
     code = standard_library(args.seed)
     print("code: {:,} bytes to train on, {:,} of other files held out".format(*(len(part.kinds) for part in code)))

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 import jax
-from console import what_runs
+from console import at_least, what_runs
 from pod import RunError, account, data, loop, parallel
 from pod.checkpoints import Checkpoints, hush
 from pod.log import Log, say
@@ -96,9 +96,7 @@ def join(args: argparse.Namespace) -> None:
 
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     least = dict.fromkeys(("context", "steps", "save_every", "keep", "patience", "num_processes"), 1)
-    for flag, number in (least | {"batch": 2, "seed": 0}).items():  # an axis of 1 has no sharding in its type
-        if vars(args)[flag] is not None and vars(args)[flag] < number:
-            parser.error(f"--{flag.replace('_', '-')} must be {number} or more; got {vars(args)[flag]}")
+    at_least(parser, args, least | {"batch": 2, "seed": 0})  # an axis of 1 has no sharding in its type
     if not 0 <= args.drop < 1:
         parser.error(f"--drop must be from 0 to less than 1; got {args.drop}")
     if args.learning_rate is not None and not args.learning_rate > 0:

@@ -107,7 +107,8 @@ def of(settings: Settings, mesh: Mesh, step: Any) -> Account:
     """Of a compiled step."""
     device = mesh.devices.flat[0]
     cores = getattr(device, "num_cores", None) or 1  # what TpuInfo says is of one core
-    kind = next(name for name in chips.CHIPS if compiled.topology_devices(name)[0].device_kind == device.device_kind)
+    with jax.set_mesh(mesh):
+        kind = chips.chip_name(chips.target()[0])
     info = chips.chip_info(kind)
     shared = mesh.size / len({tuple(d.coords) for d in mesh.devices.flat})  # devices of one chip share its links
     shapes = jax.eval_shape(functools.partial(training.new_state, settings)).params
