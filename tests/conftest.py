@@ -7,17 +7,27 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 os.environ["TILEDOPS_MODE"] = os.environ["TILEDOPS_CHIP"] = ""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
+import tiledops
+
 
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> None:
     """An exception inside a simulated kernel leaves the simulator's memory behind, and the next kernel in it hangs."""
     if call.excinfo is not None:
         pltpu.reset_tpu_interpret_mode_state()
+
+
+@pytest.fixture
+def reference() -> Iterator[None]:
+    """Breadth runs in plain jnp; the tests that need a kernel say so."""
+    with tiledops.use_config(mode="reference"):
+        yield
 
 
 @pytest.fixture

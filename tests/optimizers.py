@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tiledops import compiled
+
 STEPS = 3
 
 
@@ -106,6 +108,25 @@ def train_by_steps(tx, params):
         params, state = tx.step(gradients(start, i), state, params)
         history.append((state, params))
     return history
+
+
+def one_pass(tx):
+    return lambda params, state, grads: tx.step(grads, state, params)
+
+
+def two_passes(tx):
+    """As Optax's users write it."""
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def compiled_step(step, params, state, **options):
+    """The report of a step that parameters and state are given up to."""
+    return compiled.compile_for(step, params, state, params, donate_argnums=(0, 1), **options)
 
 
 def assert_agree(got, wanted):

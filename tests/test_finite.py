@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import CASES, assert_agree, gradients, pair
+from optimizers import CASES, assert_agree, compiled_step, gradients, one_pass, pair
 from test_transformation import CHAINS, SIZE, kernels
 
 import tiledops
-from tiledops import chips, compiled, transforms
+from tiledops import chips, transforms
 
 STEPPED = {**CASES, **{name: make for name, make in CHAINS.items() if name != "nested in Optax's"}}
 GUARDED = {
@@ -174,14 +174,7 @@ BYTES = {"adamw": 28 + 4, "norm first": 28 + 4}  # a parameter: the step's own, 
 def test_a_compiled_check_reads_the_gradients_once_more(name, chip):
     tx, params = transforms.apply_if_finite(GUARDED[name](transforms), 3), jax.ShapeDtypeStruct(SIZE, jnp.float32)
     state = jax.eval_shape(tx.init, params)
-    report = compiled.compile_for(
-        lambda params, state, grads: tx.step(grads, state, params),
-        params,
-        state,
-        params,
-        chip=chip,
-        donate_argnums=(0, 1),
-    )
+    report = compiled_step(one_pass(tx), params, state, chip=chip)
     assert len(report.kernels) == 2
     assert not [i for i in report.extra if i.read + i.written > 4096]  # counts and flags
     assert report.donated_bytes >= 12 * SIZE[0] * SIZE[1]

@@ -22,11 +22,7 @@ KEY = jax.random.key(0)
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
-@pytest.fixture(autouse=True)
-def _reference():
-    """Breadth runs in plain jnp; the tests that need a kernel say so."""
-    with tiledops.use_config(mode="reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("reference")
 
 
 @pytest.fixture

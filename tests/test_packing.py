@@ -3,12 +3,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import assert_agree, gradients
+from optimizers import assert_agree, compiled_step, gradients, one_pass
 from test_cost import costs
 from test_transformation import kernels
 
 import tiledops
-from tiledops import chips, compiled, packing, transforms
+from tiledops import chips, packing, transforms
 
 SIZES = (5, 128, 300, 1, 2048, 1001)
 F32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
@@ -168,14 +168,7 @@ def test_a_compiled_pack_is_one_kernel_in_place(dtype, chip):
     tx = transforms.adamw(0.1, mu_dtype=jnp.float32)
     params = {str(n): jax.ShapeDtypeStruct((n,), dtype) for n in (768, 2304, 5, 1001)}
     state = jax.eval_shape(tx.init, params)
-    report = compiled.compile_for(
-        lambda params, state, grads: tx.step(grads, state, params),
-        params,
-        state,
-        params,
-        chip=chip,
-        donate_argnums=(0, 1),
-    )
+    report = compiled_step(one_pass(tx), params, state, chip=chip)
     assert len(report.kernels) == 1
     assert not report.extra
     assert report.temporary_bytes == 0

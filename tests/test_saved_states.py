@@ -21,10 +21,7 @@ H = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
-@pytest.fixture(autouse=True)
-def _reference():
-    with tiledops.use_config(mode="reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("reference")
 
 
 @pytest.fixture

@@ -7,36 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from benchmark import GPT2_SMALL
 from jax.sharding import AxisType, Mesh, NamedSharding
+from optimizers import compiled_step, one_pass, two_passes
 
 import tiledops
 from tiledops import compiled, transforms
-
-WIDTH = 768
-BLOCK = [(WIDTH,)] * 6 + [(3 * WIDTH,), (4 * WIDTH,)]
-BLOCK += [(WIDTH, 3 * WIDTH), (WIDTH, WIDTH), (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)]
-GPT2_SMALL = [(50257, WIDTH), (1024, WIDTH), *BLOCK * 12, (WIDTH,), (WIDTH,)]
 
 OPTIMIZERS = {
     "sgd": lambda m: m.chain(m.add_decayed_weights(0.1), m.sgd(0.1, 0.9)),
     "adamw": lambda m: m.adamw(0.1),
 }
 BYTES = {"sgd": 20, "adamw": 28}  # of a parameter: each array read once, and written once if it changes
-
-
-def one_pass(make):
-    tx = make(transforms)
-    return lambda params, state, grads: tx.step(grads, state, params)
-
-
-def optaxs(make):
-    tx = make(optax)
-
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step
 
 
 def struct(shape, dtype=jnp.float32, **options):
@@ -51,7 +33,7 @@ def timed(step, params, state):
     """The report of a step compiled with nothing remembered from before, and the seconds that it took."""
     jax.clear_caches()
     start = time.perf_counter()
-    report = compiled.compile_for(step, params, state, params, donate_argnums=(0, 1))
+    report = compiled_step(step, params, state)
     return report, time.perf_counter() - start
 
 
@@ -60,8 +42,8 @@ def test_gpt2_small_takes_fewer_kernels_than_xla_and_no_longer_to_compile(make):
     params = [struct(shape) for shape in GPT2_SMALL]
     assert len(params) == 148
     compiled.topology_devices("v5e")  # libtpu is loaded before
-    ours, our_seconds = timed(one_pass(make), params, state_of(make, params))
-    xla, their_seconds = timed(optaxs(make), params, state_of(make, params))
+    ours, our_seconds = timed(one_pass(make(transforms)), params, state_of(make, params))
+    xla, their_seconds = timed(two_passes(make(optax)), params, state_of(make, params))
     fusions = [i for i in xla.instructions if i.opcode == "fusion"]
     assert len(ours.kernels) <= 53  # one a matrix, and two or three for all 98 vectors
     assert len(ours.kernels) <= len(fusions)
@@ -88,8 +70,7 @@ def test_a_chain_of_separate_kernels_moves_twice_as_much(name, naive):
 
     state = jax.eval_shape(apart.init, params)
     separate, together = (
-        compiled.compile_for(step, params, state, params, donate_argnums=(0, 1))
-        for step in (step, one_pass(lambda m: m.chain(*links(m))))
+        compiled_step(step, params, state) for step in (step, one_pass(transforms.chain(*links(transforms))))
     )
     for report, kernels, each in ((separate, 4, naive), (together, 1, BYTES[name])):
         assert len(report.kernels) == kernels
@@ -120,7 +101,7 @@ def test_a_fully_sharded_step_on_a_pod_has_no_collective_but_the_norms(check_fin
 
     with jax.set_mesh(mesh):
         state = jax.eval_shape(tx.init, params)
-    report = compiled.compile_for(step, params, state, params, donate_argnums=(0, 1))
+    report = compiled_step(step, params, state)
     (norm,) = report.collectives
     assert norm.opcode == "all-reduce"
     assert norm.bytes <= 4096 * 5  # a number a kernel

@@ -28,10 +28,7 @@ TRANSFORMATIONS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _reference():
-    with tiledops.use_config(mode="reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("reference")
 
 
 class Net(nnx.Module):

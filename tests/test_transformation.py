@@ -4,7 +4,20 @@ import numpy as np
 import optax
 import pytest
 from jax.extend.core import jaxprs_in_params
-from optimizers import CASES, assert_agree, gradients, halving, matrices, pair, train, train_by_steps, tree
+from optimizers import (
+    CASES,
+    assert_agree,
+    compiled_step,
+    gradients,
+    halving,
+    matrices,
+    one_pass,
+    pair,
+    train,
+    train_by_steps,
+    tree,
+    two_passes,
+)
 
 import tiledops
 from tiledops import chips, compiled, transforms
@@ -210,16 +223,9 @@ def test_a_compiled_step_moves_no_byte_twice(name, chip):
     def make(m):
         return m.adamw(0.1) if name == "adamw" else m.chain(m.add_decayed_weights(0.1), m.sgd(0.1, 0.9))
 
-    def theirs(params, state, grads):
-        updates, state = make(optax).update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
     tx, params = make(transforms), jax.ShapeDtypeStruct(SIZE, jnp.float32)
     state = jax.eval_shape(tx.init, params)
-    ours, xla = (
-        compiled.compile_for(step, params, state, params, chip=chip, donate_argnums=(0, 1))
-        for step in (lambda params, state, grads: tx.step(grads, state, params), theirs)
-    )
+    ours, xla = (compiled_step(step, params, state, chip=chip) for step in (one_pass(tx), two_passes(make(optax))))
     assert len(ours.kernels) == 1
     assert not [i for i in ours.extra if i.read + i.written > 4096]  # the count's increment, a scalar
     assert ours.donated_bytes == xla.donated_bytes >= (BYTES[name] - 4) // 2 * SIZE[0] * SIZE[1]
