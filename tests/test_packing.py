@@ -41,11 +41,11 @@ def test_vectors_lie_at_whole_tiles_of_every_dtype():
 @pytest.mark.parametrize("chip", chips.CHIPS)
 def test_a_pack_fits_into_vmem(chip):
     info = chips.chip_info(chip)
-    packs = packing.split([30_000] * 500, 7, 28, info)
+    packs = packing.split([100_000] * 500, 7, 28, info)
     assert [i for pack in packs for i in pack] == list(range(500))
     assert max(map(len, packs)) < packing.TRANSFERS // 7
     for pack in packs:
-        wanted = packing.Pack((30_000,) * len(pack), (F32,) * 4, (F32,) * 3).buffer_bytes
+        wanted = packing.Pack((100_000,) * len(pack), (F32,) * 4, (F32,) * 3).buffer_bytes
         assert wanted <= 0.75 * chips.scoped_vmem_bytes(info)
 
 

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from programs import racing
 
 import tiledops
-from tiledops import blocks, chips, contract, stream
+from tiledops import blocks, chips, contract, stream, tiling
 
 
 def run(case: Case, **fields: Any) -> None:
@@ -101,6 +101,17 @@ def test_a_sum_takes_nothing_from_beyond_the_edge(name: str) -> None:
     with tiledops.use_config(mode="simulate", block=case.block):
         da = jax.grad(lambda a: jnp.vdot(tiledops.axpy(a, x, y), g))(jnp.asarray(a))
     assert np.all(np.isfinite(da))
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v5p"])
+def test_several_examples_a_tile(chip: str, monkeypatch: pytest.MonkeyPatch, detectors: list[Any]) -> None:
+    """Each slab has its own example's gain, each example its own sum; the last tile hangs over the edge."""
+    case = Case("examples", (9, 8, 130), None, F32, F32, "example", F32, "two examples a tile, five tiles")
+    monkeypatch.setattr(tiling, "LATENCY_SECONDS", 0.0)
+    monkeypatch.setattr(tiling, "STEPS", 4)
+    with tiledops.simulated_chip(chip):
+        run(case)
+    assert_race_free(detectors, kernels=2)
 
 
 def test_infinities_of_the_array_itself_reach_the_sum() -> None:

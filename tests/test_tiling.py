@@ -65,9 +65,9 @@ def test_every_plan(shape: tuple[int, ...], block: Any) -> None:
                 assert rows == plan.shape[-2] or rows % (packed * 8) == 0
                 assert cols == plan.shape[-1] or cols % 128 == 0
                 # A vector down the rows lies along the lanes, where slices start at multiples of 128. A vector along
-                # a leading axis is a scalar a tile.
+                # a leading axis is a scalar a slab.
                 assert rank - 2 not in vectors or rows == plan.shape[-2] or rows % 128 == 0
-                assert all(plan.block[axis] == 1 for axis in vectors if axis < rank - 2)
+                assert all(plan.slab[axis] == 1 for axis in vectors if axis < rank - 2)
 
             # Every tile has its turn on some core, and the cores are the chip's.
             assert sorted(plan.order) == list(range(rank))
@@ -88,8 +88,7 @@ def test_every_plan(shape: tuple[int, ...], block: Any) -> None:
             assert math.prod(plan.slab) <= tiling.SLAB_ELEMENTS
 
             # VMEM: the buffers fit what the kernel asks for, and that fits the chip.
-            limit = plan.vmem_limit_bytes or chips.scoped_vmem_bytes(info)
-            assert plan.buffer_bytes <= limit <= info.vmem_capacity_bytes
+            assert plan.buffer_bytes <= plan.vmem_limit_bytes <= info.vmem_capacity_bytes
             assert plan.hbm_bytes == math.prod(shape) * (x.itemsize + 2 * y.itemsize)
 
 
@@ -97,7 +96,7 @@ def test_every_plan(shape: tuple[int, ...], block: Any) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_chosen_block_leaves_room_and_steps(shape: tuple[int, ...], chip: str) -> None:
     plan, info = tiledops.plan_tiles(shape, F32, chip=chip), chips.chip_info(chip)
-    assert plan.vmem_limit_bytes is None
+    assert plan.vmem_limit_bytes <= chips.scoped_vmem_bytes(info)
     assert plan.buffer_bytes <= tiling.VMEM_SHARE * chips.scoped_vmem_bytes(info)
     # A step moves what the memory delivers in one latency at least (unless the array is smaller), and a plan that
     # moves many times that has several steps. Equal parts, rounded to tiles, may be half of what was meant.
@@ -105,6 +104,18 @@ def test_a_chosen_block_leaves_room_and_steps(shape: tuple[int, ...], chip: str)
     assert plan.programs == 1 or plan.hbm_bytes / plan.programs >= latency / 2
     if plan.hbm_bytes > 4 * tiling.STEPS * latency:
         assert plan.programs >= tiling.STEPS / 2
+
+
+def test_examples_share_a_tile_and_few_rows_do_not_shrink_it() -> None:
+    """Neither a scalar an example nor rows that VMEM pads make steps that wait for a DMA's latency."""
+    for chip in chips.CHIPS:
+        info = chips.chip_info(chip)
+        for shape, axis in [((4096, 8, 128), 0), ((3, 1_000_000), 0), ((3, 2, 50_000), 2), ((3, 50_000), 1)]:
+            plan = tiling.plan(
+                shape, (4, 4), (4,), info=info, config=PipelineConfig(), summed=True, kept=axis, vectors=(axis,)
+            )
+            latency = tiling.LATENCY_SECONDS * info.mem_bw_bytes_per_second
+            assert plan.programs == 1 or plan.hbm_bytes / plan.programs >= latency / 3, (shape, chip)  # uneven parts
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (17, 257), (3, 3, 64, 128), (1, 257), (257, 1)], ids=str)

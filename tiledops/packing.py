@@ -23,8 +23,11 @@ from tiledops.layouts import LANES, SUBLANES, round_up
 SLAB = 8 * SUBLANES * LANES  # elements computed at once: 8 float32 registers an array
 
 # Transfers in one kernel. Mosaic's time to compile grows faster than their number: for vectors of 768 through AdamW,
-# seven arrays each, 64 of them take it 0.9 s, 128 2.9, 256 12.8, 512 81 (jax 0.10.2, libtpu 0.0.42, v5e, CPU time).
-TRANSFERS = 256
+# seven arrays each, 64 of them take it 0.9 s, 128 2.9, 256 12.8, 512 81 (jax 0.10.2, libtpu 0.0.42, v5e, CPU time). And
+# leaves that come in a repeated pattern make equal packs, traced and compiled once. To trace, lower and compile a whole
+# step of GPT-2 small takes, with 32, 64, 128 and 256 transfers, 1.6, 1.6, 1.8 and 1.8 s with SGD and 2.2, 2.7, 2.7 and
+# 2.7 with AdamW (jax 0.12.0.1, libtpu 0.0.50.1, v5e).
+TRANSFERS = 64
 
 
 def small(size: int, bytes_per_element: int, info: pltpu.TpuInfo) -> bool:

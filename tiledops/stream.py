@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tiledops import blocks, chips, donation, layouts, modes, packing, simulator, tiling
 from tiledops.config import PipelineConfig
-from tiledops.tile import STREAMED, Refs, Tile, place
+from tiledops.tile import Refs, Tile
+from tiledops.tiling import STREAMED, place
 
 BlockFunction = Callable[..., tuple[tuple[jax.Array, ...], jax.Array | None]]
 
@@ -182,13 +183,16 @@ def _call(op: Operation, tile: Tile, resident: list[jax.Array], streams: list[ja
     out_dtypes = (*op.outs, *((jnp.float32,) * tile.products))
     total_shape, total_spec, accumulator = tile.total() if tile.summed else ((), None, None)
     totals = [total_spec] * tile.summed
+    moved = (*(x.dtype for x in streams), *out_dtypes)
 
-    def tile_specs(count: int, buffers: int, core: Any = None) -> list[pl.BlockSpec]:
-        def index_map(*ids: Any) -> tuple[Any, ...]:
-            return tile.at(ids[0], ids[1:]) if core is None else tile.at(core, ids)
+    looped = tuple(n for n in plan.steps if n > 1)  # an axis of one step would only cost time to trace
 
-        pipeline_mode = None if buffers == 2 else pl.Buffered(buffers)  # 2 is the default
-        return [pl.BlockSpec(plan.block, index_map, pipeline_mode=pipeline_mode)] * count
+    def tile_specs(index_map: Callable[..., tuple[Any, ...]]) -> tuple[list[pl.BlockSpec], list[pl.BlockSpec]]:
+        def specs(count: int, buffers: int) -> list[pl.BlockSpec]:
+            pipeline_mode = None if buffers == 2 else pl.Buffered(buffers)  # 2 is the default
+            return [pl.BlockSpec(plan.block, index_map, pipeline_mode=pipeline_mode)] * count
+
+        return specs(len(streams), plan.buffers), specs(len(out_dtypes), tiling.OUTPUT_BUFFERS)
 
     def split(refs: tuple[Any, ...]) -> Refs:
         a, b, c = len(resident), len(resident) + len(streams), len(resident) + len(streams) + len(out_dtypes)
@@ -200,17 +204,26 @@ def _call(op: Operation, tile: Tile, resident: list[jax.Array], streams: list[ja
     def pipelined(*refs: Any) -> None:
         core, hbm = 0 if alone else pl.program_id(0), split(refs)
 
+        def every_axis(ids: Iterable[Any]) -> tuple[Any, ...]:
+            steps = iter(ids)
+            return tuple(next(steps) if n > 1 else 0 for n in plan.steps)
+
         def body(*tiles: Any) -> None:
-            ids = tuple(pl.program_id(k) for k in range(len(plan.order)))
+            ids = every_axis(map(pl.program_id, range(len(looped))))
             tile.run(core, ids, dataclasses.replace(hbm, ins=tiles[: len(streams)], outs=tiles[len(streams) :]))
 
+        ins, outs = tile_specs(lambda *ids: tile.at(core, every_axis(ids)))
         pltpu.emit_pipeline(
-            body,
-            grid=plan.steps,
-            in_specs=tile_specs(len(streams), plan.buffers, core),
-            out_specs=tile_specs(len(out_dtypes), tiling.OUTPUT_BUFFERS, core),
-            no_pipelining=op.config.schedule == "synchronous",
+            body, grid=looped or (1,), in_specs=ins, out_specs=outs, no_pipelining=op.config.schedule == "synchronous"
         )(*hbm.ins, *hbm.outs)
+
+    def whole(*refs: Any) -> None:
+        end = len(refs) - len(moved) - 2
+        hbm, buffers, (loaded, stored) = split(refs[:end]), refs[end:-2], refs[-2:]
+        ins, outs = buffers[: len(streams)], buffers[len(streams) :]
+        _transfer(hbm.ins, ins, loaded)
+        tile.run(0, (0,) * len(plan.order), dataclasses.replace(hbm, ins=ins, outs=outs))
+        _transfer(outs, hbm.outs, stored)
 
     # A kernel without a grid takes scalars as they are; the windows of a grid have at least one axis.
     alone = (
@@ -218,15 +231,17 @@ def _call(op: Operation, tile: Tile, resident: list[jax.Array], streams: list[ja
     )
     if alone:
         resident = [c.reshape(()) if place is None else c for c, place in zip(resident, tile.resident, strict=True)]
-    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    in_hbm, scratch = pl.BlockSpec(memory_space=pl.ANY), [accumulator] * tile.summed
+    ins, outs = [in_hbm] * len(streams), [in_hbm] * len(out_dtypes)
     if op.config.schedule == "blocked":
         kernel: Callable[..., None] = blocked
         grid: tuple[int, ...] = (plan.cores, *plan.steps)
-        ins = tile_specs(len(streams), plan.buffers)
-        outs = tile_specs(len(out_dtypes), tiling.OUTPUT_BUFFERS)
-    else:
+        ins, outs = tile_specs(lambda core, *ids: tile.at(core, ids))
+    elif plan.programs > 1:
         kernel, grid = pipelined, () if alone else (plan.cores,)
-        ins, outs = [in_hbm] * len(streams), [in_hbm] * len(out_dtypes)
+    else:  # nothing to overlap, and a pipeline of one step takes as long to trace as all the rest
+        kernel, grid = whole, () if alone else (1,)
+        scratch += [*(pltpu.VMEM(plan.block, dtype) for dtype in moved), *(pltpu.SemaphoreType.DMA,) * 2]
     return _launch(
         op,
         kernel,
@@ -241,7 +256,7 @@ def _call(op: Operation, tile: Tile, resident: list[jax.Array], streams: list[ja
             *(_struct(like, plan.shape, dtype) for dtype in out_dtypes),
             *(_struct(like, total_shape, jnp.float32) for _ in totals),
         ],
-        scratch_shapes=[accumulator] * tile.summed,
+        scratch_shapes=scratch,
         input_output_aliases={len(resident) + i: out for i, out in op.aliases},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=((pltpu.PARALLEL,) + (pltpu.ARBITRARY,) * len(plan.order))[: len(grid)],
@@ -309,6 +324,15 @@ def _launch(
         **specs,
     )
     return (simulator.simulated(call) if simulate else call)(*operands)
+
+
+def _transfer(sources: Sequence[Any], targets: Sequence[Any], semaphore: Any) -> None:
+    """Copies each source to its target, all under way at once."""
+    copies = [pltpu.make_async_copy(source, target, semaphore) for source, target in zip(sources, targets, strict=True)]
+    for copy in copies:
+        copy.start()
+    for copy in copies:
+        copy.wait()
 
 
 def _struct(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

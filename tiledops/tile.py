@@ -17,29 +17,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tiledops import chips, layouts
-from tiledops.layouts import LANES, SUBLANES
-from tiledops.tiling import TilePlan
-
-STREAMED = -1
-
-# The share of its memory that one vector may take: a gain and its gradient, twice buffered, then leave VMEM the rest of
-# what `tiling.VMEM_SHARE` leaves, and SMEM most of what it has.
-RESIDENT_SHARE = 1 / 16
-
-
-def place(view: layouts.View, axes: frozenset[int], info: pltpu.TpuInfo) -> int | None:
-    """The axis of the view that a coefficient or a sum runs along; None for a scalar, STREAMED for anything else: what
-    runs along several axes, or is too long to stay in the chip's fast memory for the whole kernel."""
-    touched = [d for d, group in enumerate(view.groups) if axes & set(group)]
-    if not touched:
-        return None
-    if len(touched) > 1 or len(view.shape) == 1:
-        return STREAMED
-    (axis,) = touched
-    scalars = axis < len(view.shape) - 2  # one number a tile, from SMEM
-    room = info.smem_capacity_bytes if scalars else chips.scoped_vmem_bytes(info)
-    return axis if 4 * view.shape[axis] <= RESIDENT_SHARE * room else STREAMED
+from tiledops import tiling
+from tiledops.layouts import LANES
+from tiledops.tiling import STREAMED, TilePlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,8 +169,9 @@ class Tile:
         plan, rank = self.plan, len(self.plan.shape)
         if place is None:
             return ref[0] if ref.shape else ref[...]
-        if place < rank - 2:  # one leading index a tile: a scalar
-            return ref[at[place]]
+        if place < rank - 2:  # one leading index a slab: a scalar
+            index, extent = self._leading(place, at, start[place])
+            return ref[index if extent is None else jnp.minimum(index, extent - 1)]
         offset, extent = start[place], size[place]
         if plan.grid[place] > 1:
             offset = at[place] * plan.block[place] + offset
@@ -200,10 +181,17 @@ class Tile:
             vector = ref[pl.ds(pl.multiple_of(offset, LANES) if not isinstance(offset, int) else offset, extent)]
         return vector[:, None] if place == rank - 2 else vector[None, :]
 
+    def _leading(self, axis: int, at: Any, start: Any) -> tuple[Any, int | None]:
+        """An index along a leading axis; and its bound, if the last tile hangs over it."""
+        extent, block = self.plan.shape[axis], self.plan.block[axis]
+        return at[axis] * block + start, extent if extent % block else None
+
     def _accumulate(self, accumulator: Any, product: Any, start: Any, size: tuple[int, ...]) -> None:
         """Adds the products into the accumulator, register by register: sums across a register wait for `_flush`."""
         rank = len(self.plan.shape)
         product = jnp.sum(product, tuple(range(rank - 2)))
+        if self.kept is not None and self.kept < rank - 2:
+            accumulator = accumulator.at[start[self.kept]]
         parts: list[tuple[tuple[Any, ...], Any]] = [((), product)]
         for position, axis in reversed(list(enumerate(range(rank)[-2:]))):
             extent = accumulator.shape[position]
@@ -222,13 +210,13 @@ class Tile:
     def _flush(self, at: Any, refs: Refs) -> None:
         """Writes a finished sum."""
         plan, rank, total = self.plan, len(self.plan.shape), refs.total
-        sums = refs.accumulator[...]
         lead = (0,) if plan.cores > 1 else ()
         if self.kept is None:
-            total[(*lead, 0)] = jnp.sum(sums)
+            total[(*lead, 0)] = jnp.sum(refs.accumulator[...])
         elif self.kept < rank - 2:
-            total[(*lead, at[self.kept])] = jnp.sum(sums)
+            self._flush_each(self.kept, at, refs)
         else:
+            sums = refs.accumulator[...]
             if self.kept == rank - 1:
                 vector = jnp.sum(sums, 0)
             else:  # a column of sums is turned into a row
@@ -240,18 +228,24 @@ class Tile:
             else:
                 total[(*lead, pl.ds(pl.multiple_of(at[self.kept] * block, LANES), block))] = vector
 
+    def _flush_each(self, axis: int, at: Any, refs: Refs) -> None:
+        """Writes the finished sums of a tile's leading indices."""
+
+        def flush(i: Any, carry: None) -> None:
+            index, extent = self._leading(axis, at, i)
+
+            def write() -> None:
+                refs.total[index] = jnp.sum(refs.accumulator[i])  # such a sum is one core's
+
+            _when(True if extent is None else index < extent, write)
+
+        jax.lax.fori_loop(0, self.plan.block[axis], flush, None)
+
     def resident_spec(self, place: int | None) -> pl.BlockSpec:
         """Where a coefficient stays for the whole kernel: scalars in SMEM, vectors along a tiled axis in VMEM."""
         if place is None or place < len(self.plan.shape) - 2:
             return pl.BlockSpec(memory_space=pltpu.SMEM)
-        return pl.BlockSpec((self._vector_extent(place),), lambda *_: (0,))
-
-    def _vector_extent(self, axis: int) -> int:
-        """Of a vector along one axis in VMEM: room for the last tile's overhang, so that no slice leaves it."""
-        plan = self.plan
-        if plan.grid[axis] == 1:
-            return plan.shape[axis]
-        return layouts.round_up(plan.grid[axis] * plan.block[axis], SUBLANES * LANES)
+        return pl.BlockSpec((self.plan.vector_extent(place),), lambda *_: (0,))
 
     def total(self) -> tuple[tuple[int, ...], pl.BlockSpec, Any]:
         """Shape, block and accumulator of the sum: one a core."""
@@ -259,22 +253,14 @@ class Tile:
         extent = 1 if kept is None else plan.shape[kept]
         shape: tuple[int, ...] = (extent,)
         in_vmem = kept is not None and kept >= rank - 2
-        padded = self._vector_extent(kept) if kept is not None and in_vmem else extent
+        padded = plan.vector_extent(kept) if kept is not None and in_vmem else extent
         space = pltpu.VMEM if in_vmem else pltpu.SMEM
         if plan.cores == 1:
             spec = pl.BlockSpec((padded,), lambda *_: (0,), memory_space=space)
         else:
             shape = (plan.cores, 1, extent)
             spec = pl.BlockSpec((None, 1, padded), lambda core, *_: (core, 0, 0), memory_space=space)
-        return shape, spec, pltpu.VMEM(self._accumulator_shape(), jnp.float32)
-
-    def _accumulator_shape(self) -> tuple[int, ...]:
-        """Registers enough for the sum's own axis, and one along the others."""
-        plan, rank = self.plan, len(self.plan.shape)
-        if rank == 1:
-            return (min(plan.block[0], SUBLANES * LANES),)
-        rows, cols = plan.block[-2:]
-        return rows if self.kept == rank - 2 else SUBLANES, cols if self.kept == rank - 1 else LANES
+        return shape, spec, pltpu.VMEM(tiling.accumulator_shape(plan.block, kept), jnp.float32)
 
 
 def _fold(x: jax.Array, axis: int, extent: int) -> list[jax.Array]:

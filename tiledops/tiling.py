@@ -19,6 +19,12 @@ OUTPUT_BUFFERS = 2  # emit_pipeline takes a third output buffer only from jax 0.
 # what XLA's own fusion of a*x + y uses there (2.6 and 4 MiB).
 VMEM_SHARE = 0.75
 
+# A kernel asks for the VMEM that it needs and no more: in the rest XLA keeps what its neighbours use. The least is room
+# for what Mosaic spills. HBM megabytes of a transformer block's training step whose residual add follows a sum over
+# chips, with the default limit and so: 1072 and 1038 on v5e, 1123 and 1105 on v6e, 1861 and 1878 on TPU7x; after a
+# matmul on TPU7x 6203 and 6178; the same elsewhere (`examples/benchmark.py --part block`, jax 0.10.2).
+LEAST_VMEM = 2**20
+
 # A pipeline hides all but its first load and its last store, so that it should have several steps; but a step that
 # moves less than the memory delivers during one DMA's latency (about a microsecond, not measured here) waits.
 STEPS = 8
@@ -31,6 +37,13 @@ LATENCY_SECONDS = 1e-6
 # and 3459; (10001, 3001), a column to each feature, 3731 and 2261, with a scalar gain 5294 and 2950.
 SLAB_ELEMENTS = 64 * SUBLANES * LANES
 SLAB_COLUMNS = 4 * LANES
+
+
+STREAMED = -1
+
+# The share of its memory that one vector may take: a gain and its gradient, twice buffered, then leave VMEM the rest of
+# what `tiling.VMEM_SHARE` leaves, and SMEM most of what it has.
+RESIDENT_SHARE = 1 / 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +61,7 @@ class TilePlan:
       buffers: VMEM buffers of each input.
       buffer_bytes: VMEM of all stream buffers.
       hbm_bytes: HBM read and written, in logical bytes, each operand once.
-      vmem_limit_bytes: what the kernel asks of the compiler, where the buffers don't fit the default; else None.
+      vmem_limit_bytes: what the kernel asks of the compiler.
     """
 
     shape: tuple[int, ...]
@@ -61,7 +74,7 @@ class TilePlan:
     buffers: int
     buffer_bytes: int
     hbm_bytes: int
-    vmem_limit_bytes: int | None
+    vmem_limit_bytes: int
 
     @property
     def programs(self) -> int:
@@ -79,10 +92,30 @@ class TilePlan:
             return False
         return self.grid[axis] > 1 or self.slab[axis] < self.block[axis]
 
+    def vector_extent(self, axis: int) -> int:
+        """Of a vector along one axis in VMEM: room for the last tile's overhang, so that no slice leaves it."""
+        if self.grid[axis] == 1:
+            return self.shape[axis]
+        return round_up(self.grid[axis] * self.block[axis], SUBLANES * LANES)
+
     @property
     def steps(self) -> tuple[int, ...]:
         """The grid of each core, in loop order: the split axis is shared out, rounded up."""
         return tuple(-(-self.grid[d] // self.cores) if d == self.split else self.grid[d] for d in self.order)
+
+
+def place(view: layouts.View, axes: frozenset[int], info: Any) -> int | None:
+    """The axis of the view that a coefficient or a sum runs along; None for a scalar, STREAMED for anything else: what
+    runs along several axes, or is too long to stay in the chip's fast memory for the whole kernel."""
+    touched = [d for d, group in enumerate(view.groups) if axes & set(group)]
+    if not touched:
+        return None
+    if len(touched) > 1 or len(view.shape) == 1:
+        return STREAMED
+    (axis,) = touched
+    scalars = axis < len(view.shape) - 2  # one number a slab, from SMEM
+    room = info.smem_capacity_bytes if scalars else chips.scoped_vmem_bytes(info)
+    return axis if 4 * view.shape[axis] <= RESIDENT_SHARE * room else STREAMED
 
 
 def plan_tiles(
@@ -131,7 +164,7 @@ def plan(
       kept: the axis of the view that the sum keeps: the outer loop, so that one sum is finished before the next.
       vectors: axes that a coefficient or the sum runs along. Down the second-minor axis, a vector lies along the lanes
         of VMEM, where slices start at multiples of 128: blocks have multiples of 128 rows. Along a leading axis, it
-        is one scalar a tile.
+        is one scalar a slab.
     """
     rank = len(shape)
     column = rank > 1 and rank - 2 in vectors
@@ -139,7 +172,8 @@ def plan(
     streams = config.buffers * sum(in_bytes) + OUTPUT_BUFFERS * sum(out_bytes)  # VMEM bytes of one element
     multiples = _multiples(rank, min((*in_bytes, *out_bytes), default=4), column)
     if config.block is None:
-        block = _choose(shape, info, streams, sum(in_bytes) + sum(out_bytes), multiples, ones)
+        accumulated = 4 * (summed and kept in ones)  # at most, where each leading index has an accumulator
+        block = _choose(shape, info, streams + accumulated, sum(in_bytes) + sum(out_bytes), multiples)
     else:
         block = _users(shape, config.block, multiples, column)
     grid = tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
@@ -155,25 +189,34 @@ def plan(
             f"{len(in_bytes)} inputs and {len(out_bytes)} outputs; {chips.chip_name(info)} has "
             f"{info.vmem_capacity_bytes}. Choose a smaller block, or leave block=None"
         )
-    return TilePlan(
+    cut = TilePlan(
         shape=shape,
         block=block,
         grid=grid,
         order=order,
-        slab=_slab(block, column),
+        slab=_slab(block, column, ones),
         cores=cores,
         split=split,
         buffers=config.buffers,
         buffer_bytes=buffer_bytes,
         hbm_bytes=(sum(in_bytes) + sum(out_bytes)) * math.prod(shape),
-        vmem_limit_bytes=_vmem_limit(buffer_bytes, info),
+        vmem_limit_bytes=info.vmem_capacity_bytes,
     )
+    resident = [cut.vector_extent(axis) for axis in vectors if axis >= rank - 2]
+    vectors_bytes = 4 * OUTPUT_BUFFERS * sum(round_up(extent, SUBLANES * LANES) for extent in resident)
+    sums_bytes = 4 * _tiled_elements(accumulator_shape(block, kept)) if summed else 0
+    wanted = max(LEAST_VMEM, int((buffer_bytes + vectors_bytes + sums_bytes) / VMEM_SHARE))
+    return dataclasses.replace(cut, vmem_limit_bytes=min(wanted, info.vmem_capacity_bytes))
 
 
-def _vmem_limit(buffer_bytes: int, info: Any) -> int | None:
-    """The default where the buffers leave room; else their share of a larger limit, up to all that the chip has."""
-    wanted = int(buffer_bytes / VMEM_SHARE)
-    return None if wanted <= chips.scoped_vmem_bytes(info) else min(wanted, info.vmem_capacity_bytes)
+def accumulator_shape(block: tuple[int, ...], kept: int | None) -> tuple[int, ...]:
+    """Of what a sum gathers in: registers enough for the sum's own axis, and one along the others."""
+    if len(block) == 1:
+        return (min(block[0], SUBLANES * LANES),)
+    *leading, rows, cols = range(len(block))
+    if kept in leading:
+        return block[kept], SUBLANES, LANES
+    return block[rows] if kept == rows else SUBLANES, block[cols] if kept == cols else LANES
 
 
 def _tiled_elements(block: tuple[int, ...]) -> int:
@@ -192,28 +235,25 @@ def _multiples(rank: int, fewest_bytes: int, column: bool) -> tuple[int, int]:
 
 
 def _choose(
-    shape: tuple[int, ...],
-    info: Any,
-    vmem_per_element: int,
-    hbm_per_element: int,
-    multiples: tuple[int, int],
-    ones: frozenset[int],
+    shape: tuple[int, ...], info: Any, vmem_per_element: int, hbm_per_element: int, multiples: tuple[int, int]
 ) -> tuple[int, ...]:
     """The largest contiguous block within the VMEM share that still leaves several steps; small arrays whole."""
-    total = math.prod(shape[:-2]) * round_up(shape[-1], LANES) * (round_up(shape[-2], SUBLANES) if shape[1:] else 1)
     most = int(VMEM_SHARE * chips.scoped_vmem_bytes(info)) // vmem_per_element
-    worthwhile = int(LATENCY_SECONDS * info.mem_bw_bytes_per_second) // hbm_per_element
+    total = _tiled_elements(shape)
+    padding = total / math.prod(shape)  # VMEM is full of it where HBM is not: an array of fewer rows than a tile has
+    worthwhile = int(padding * LATENCY_SECONDS * info.mem_bw_bytes_per_second) // hbm_per_element
     budget = min(most, max(worthwhile, total // STEPS))
     row_multiple, col_multiple = multiples
     if len(shape) == 1:
         return (_balanced(shape[0], budget, col_multiple),)
-    cols = _balanced(shape[-1], budget // row_multiple, col_multiple)
+    fewest_rows = min(row_multiple, round_up(shape[-2], SUBLANES))
+    cols = _balanced(shape[-1], budget // fewest_rows, col_multiple)
     rows = _balanced(shape[-2], budget // round_up(cols, LANES), row_multiple)
     block = [rows, cols]
-    room = budget // (round_up(rows, SUBLANES) * round_up(cols, LANES)) if (rows, cols) == shape[-2:] else 1
-    for axis in reversed(range(len(shape) - 2)):
-        block.insert(0, 1 if axis in ones else max(1, min(shape[axis], room)))
-        room = room // shape[axis] if block[0] == shape[axis] else 1
+    room = budget // _tiled_elements((rows, cols)) if (rows, cols) == shape[-2:] else 1
+    for extent in reversed(shape[:-2]):
+        block.insert(0, max(1, min(extent, room)))
+        room = room // extent if block[0] == extent else 1
     return tuple(block)
 
 
@@ -237,9 +277,9 @@ def _users(shape: tuple[int, ...], block: tuple[int, int], multiples: tuple[int,
     return (1,) * (len(shape) - 2) + (min(shape[-2], rows), min(shape[-1], cols))
 
 
-def _slab(block: tuple[int, ...], column: bool) -> tuple[int, ...]:
+def _slab(block: tuple[int, ...], column: bool, ones: frozenset[int]) -> tuple[int, ...]:
     """A few columns, equal parts of the block's where they are whole registers; rows in whole tiles, of bfloat16 too;
-    leading indices if there is room."""
+    leading indices if there is room, and one of those that have a scalar each."""
     if len(block) == 1:
         return (min(block[0], SLAB_ELEMENTS),)
     widths = range(SLAB_COLUMNS, 0, -LANES)
@@ -249,7 +289,7 @@ def _slab(block: tuple[int, ...], column: bool) -> tuple[int, ...]:
     rows = min(block[-2], max(multiple, SLAB_ELEMENTS // round_up(cols, LANES) // multiple * multiple))
     slab = [rows, cols]
     room = SLAB_ELEMENTS // _tiled_elements((rows, cols)) if (rows, cols) == block[-2:] else 1
-    for extent in reversed(block[:-2]):
-        slab.insert(0, max(1, min(extent, room)))
-        room = room // extent if slab[0] == extent else 1
+    for axis in reversed(range(len(block) - 2)):
+        slab.insert(0, 1 if axis in ones else max(1, min(block[axis], room)))
+        room = room // block[axis] if slab[0] == block[axis] else 1
     return tuple(slab)
