@@ -136,7 +136,7 @@ def test_a_fixed_gain_is_no_state():
     [
         (lambda rngs: Axpy(4, rngs=rngs), ValueError, r"features=4 and shape \(3, 5\)"),
         (lambda rngs: Axpy(-1, rngs=rngs), ValueError, "features must be .*; got -1"),
-        (lambda rngs: Axpy(), TypeError, r"needs rngs.*; got None. Pass rngs=nnx.Rngs\(0\)"),
+        (lambda rngs: Axpy(), TypeError, r"needs rngs.*try rngs=nnx.Rngs\(0\).*; got .*NoneType"),
         (lambda rngs: Axpy(gain_init=0.5, rngs=rngs), TypeError, "initializers.constant"),
         (lambda rngs: Axpy(dtype=jnp.float16, rngs=rngs), TypeError, "dtype must be float32 or bfloat16"),
         (lambda rngs: Axpy(param_dtype=jnp.float16, rngs=rngs), TypeError, "param_dtype must be float32 or bfloat16"),
@@ -147,7 +147,9 @@ def test_a_fixed_gain_is_no_state():
         ),
         (lambda rngs: StochasticDepth(-0.1, rngs=rngs), ValueError, "from 0 to 1; got -0.1"),
         (lambda rngs: StochasticDepth(0.5, deterministic=None, rngs=rngs), ValueError, "needs deterministic"),
-        (lambda rngs: StochasticDepth(0.5), TypeError, r"it needs rngs.*got None.*eval\(\)"),
+        (lambda rngs: StochasticDepth(None, rngs=rngs), TypeError, "rate must be a number from 0 to 1.*got None"),
+        (lambda rngs: StochasticDepth(0.5), ValueError, r"it needs rngs.*got None.*eval\(\)"),
+        (lambda rngs: StochasticDepth(0.5, rngs=KEY), TypeError, r"try nnx.Rngs\(0\).*or None; got .*PRNGKeyArray"),
         (lambda rngs: StochasticDepth(0.5, learnable=True, rngs=rngs["dropout"]), TypeError, "needs rngs"),
     ],
 )
@@ -190,6 +192,41 @@ def test_random_keys_are_as_dropouts():
         same(depth(branch, residual, rngs=rngs), expected)
     assert np.any(by_key != depth(branch, residual))
     assert np.any(depth(branch, residual) != depth(branch, residual))
+
+
+RNGS = {
+    "none": lambda: None,
+    "key": lambda: KEY,
+    "raw key": lambda: jax.random.PRNGKey(0),
+    "number": lambda: 3,
+    "rngs": lambda: nnx.Rngs(0),
+    "rngs without the stream": lambda: nnx.Rngs(params=0),
+    "stream": lambda: nnx.Rngs(0)["dropout"],
+}
+
+
+@pytest.mark.parametrize("where", ["constructor", "call"])
+@pytest.mark.parametrize("name", RNGS)
+def test_what_dropout_takes_for_random_keys_is_taken_and_nothing_else(name, where):
+    def outcome(kind, *args):
+        constructor, call = ({"rngs": RNGS[name]()} if here == where else {} for here in ("constructor", "call"))
+        try:
+            layer = kind(0.5, **constructor)
+        except (TypeError, ValueError, KeyError) as error:
+            return "constructor", type(error)
+        try:
+            return "call", np.asarray(layer(*args, **call)).tolist()
+        except (TypeError, ValueError, KeyError) as error:
+            return "call", type(error)
+
+    ones = jnp.ones((8, 1))
+    assert outcome(StochasticDepth, ones, jnp.zeros_like(ones)) == outcome(nnx.Dropout, ones)
+
+
+def test_nothing_and_everything_are_dropped_without_random_keys():
+    branch, residual = operands()
+    for rate, wanted in ((0.0, branch + residual), (1.0, residual), (np.float32(1.0), residual)):
+        same(StochasticDepth(rate)(branch, residual), wanted)
 
 
 # Transforms: one network with our gate and with a plain one, on the same state

@@ -5,6 +5,7 @@ Pure JAX: what is Flax about them, parameters and random streams, is in `linen.p
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -121,19 +122,26 @@ def _operands(gain: Any, branch: Any, residual: Any, dtype: Any) -> tuple[jax.Ar
 
 
 def check_rate(rate: Any) -> None:
-    if isinstance(rate, (int, float)) and not 0.0 <= rate <= 1.0:
-        raise ValueError(f"rate is the probability to drop a branch, from 0 to 1; got {rate!r}")
+    if isinstance(rate, numbers.Real):
+        if not 0.0 <= float(rate) <= 1.0:
+            raise ValueError(f"rate is the probability to drop a branch, from 0 to 1; got {rate!r}")
+    elif not isinstance(rate, (jax.Array, np.ndarray)) or not jnp.issubdtype(rate.dtype, jnp.floating):
+        raise TypeError(f"rate must be a number from 0 to 1, or a scalar array of floats; got {rate!r}")
 
 
 def never_drops(rate: Any) -> bool:
-    """Whether no key is needed: known only of a rate that is a number, not of a traced one."""
-    return isinstance(rate, (int, float)) and rate == 0.0
+    return isinstance(rate, numbers.Real) and float(rate) == 0.0
+
+
+def draws(rate: Any) -> bool:
+    """Whether a key is needed, as Flax's Dropout needs it: not by rates of 0 and 1 that are numbers."""
+    return not (isinstance(rate, numbers.Real) and float(rate) in (0.0, 1.0))
 
 
 class Drop(NamedTuple):
-    """A draw of stochastic depth: a random key, the probability to drop, and whether each example has its own."""
+    """A draw of stochastic depth: a random key or none, the rate, and whether each example is drawn on its own."""
 
-    key: jax.Array
+    key: jax.Array | None
     rate: Any
     per_example: bool
 
@@ -145,9 +153,13 @@ def _dropped(drop: Drop, gain: Any, branch: jax.Array) -> tuple[jax.Array, jax.A
     the zero of the gain's opposite sign: their product is -0.0, the one number that added to any other, to 0.0 and
     -0.0 too, changes no bit.
     """
+    if jnp.ndim(drop.rate):
+        raise ValueError(f"rate must be one number for the whole layer; got shape {jnp.shape(drop.rate)}")
     gain, kept = jnp.asarray(gain, jnp.float32), 1.0 - drop.rate
     shape, sharding = _mask(branch, drop.per_example)
-    mask = jax.random.bernoulli(drop.key, kept, shape, out_sharding=sharding)
+    mask = jnp.asarray(False)  # without a key, every branch
+    if drop.key is not None:
+        mask = jax.random.bernoulli(drop.key, kept, shape, out_sharding=sharding)
     zero = -jnp.copysign(jnp.float32(0.0), jax.lax.stop_gradient(gain)).astype(branch.dtype)
     return gain / jnp.where(kept > 0.0, kept, 1.0).astype(gain.dtype), jnp.where(mask, branch, zero)
 

@@ -177,7 +177,7 @@ class StochasticDepth(Axpy, kw_only=True):
         deterministic = nn.merge_param("deterministic", self.deterministic, deterministic)
         if deterministic or gates.never_drops(self.rate):
             return self._add(branch, residual)
-        key = self.make_rng(self.rng_collection) if rng is None else rng
+        key = self.make_rng(self.rng_collection) if rng is None and gates.draws(self.rate) else rng
         return self._add(branch, residual, gates.Drop(key, self.rate, self.per_example))
 
 

@@ -56,11 +56,9 @@ class Axpy(nnx.Module):
         spec: Any = None,
         rngs: nnx.Rngs | None = None,
     ):
-        self.gain: nnx.Param[jax.Array] | None
+        self.gain: nnx.Param[jax.Array] | None = nnx.data(None)
         if learnable:
             self.gain = nnx.Param(gates.new_gain(gain_init, _params_key(rngs), features, param_dtype))
-        else:
-            self.gain = nnx.data(None)
         self.features = features
         self.gain_init = gain_init
         self.learnable = learnable
@@ -216,7 +214,9 @@ class StochasticDepth(Axpy):
         self.per_example = per_example
         self.deterministic = deterministic
         self.rng_collection = rng_collection
-        stream = rngs[rng_collection] if isinstance(rngs, nnx.Rngs) else rngs
+        stream = _stream(rngs, rng_collection)
+        if not (stream is None or isinstance(stream, nnx.RngStream)):
+            raise TypeError(f"rngs must be an nnx.Rngs (try nnx.Rngs(0)), an nnx.RngStream or None; got {type(rngs)}")
         self.rngs = nnx.data(None) if stream is None else stream.fork()
 
     def __call__(
@@ -238,26 +238,23 @@ class StochasticDepth(Axpy):
           An array of their shape, in the dtype of the layer, else in the residual's.
 
         Raises:
-          TypeError, ValueError: as `Axpy`; no `deterministic` or no `rngs`, here or in the constructor.
+          TypeError, ValueError: as `Axpy`; no `deterministic` or no `rngs`, here or in the constructor, or wrong ones.
         """
         deterministic = self.deterministic if deterministic is None else deterministic
         if deterministic is None:
             raise ValueError("StochasticDepth needs deterministic=True or False, in the constructor or in the call")
         if deterministic or gates.never_drops(self.rate):
             return self._add(branch, residual)
-        key = self._key(self.rngs if rngs is None else rngs)
+        key = self._key(rngs) if gates.draws(self.rate) else None
         return self._add(branch, residual, gates.Drop(key, self.rate, self.per_example))
 
     def _key(self, rngs: Any) -> jax.Array:
-        if isinstance(rngs, nnx.Rngs):
-            return rngs[self.rng_collection]()
-        if isinstance(rngs, nnx.RngStream):
-            return rngs()
-        if isinstance(rngs, jax.Array):
-            return rngs
-        raise TypeError(
+        source = _stream(self.rngs if rngs is None else rngs, self.rng_collection)
+        if isinstance(source, (jax.Array, nnx.RngStream)):
+            return source if isinstance(source, jax.Array) else source()
+        raise (ValueError if source is None else TypeError)(
             "StochasticDepth draws at random: it needs rngs, an nnx.Rngs, an nnx.RngStream or a random key, in the "
-            f"constructor or in the call; got {rngs!r}. For evaluation call eval() or pass deterministic=True"
+            f"constructor (no key there) or in the call; got {type(source).__name__}. For evaluation call eval()"
         )
 
     def set_view(self, deterministic: bool | None = None) -> None:
@@ -293,9 +290,11 @@ class Residual(nnx.Module):
         return self.gate(self.body(h, *args, **kwargs), h)
 
 
+def _stream(rngs: Any, name: str) -> Any:
+    return rngs[name] if isinstance(rngs, nnx.Rngs) else rngs
+
+
 def _params_key(rngs: Any) -> Any:
     if not isinstance(rngs, nnx.Rngs):
-        raise TypeError(
-            f"a learnable gain needs rngs, an nnx.Rngs, for its initializer; got {rngs!r}. Pass rngs=nnx.Rngs(0)"
-        )
+        raise TypeError(f"a learnable gain needs rngs, an nnx.Rngs (try rngs=nnx.Rngs(0)), to start; got {type(rngs)}")
     return rngs.params()
