@@ -123,6 +123,11 @@ def test_what_is_wrong_is_said(layer, error, message):
         layer.init(KEY, *operands())
 
 
+def test_a_dtype_casts_lists_and_integers_too():
+    out, _ = Axpy(dtype=jnp.bfloat16).init_with_output(KEY, [1, 2], np.array([3, 4]))
+    oracle.assert_same_bits(out, np.array([4, 6], BF16))
+
+
 def test_wrong_operands_are_named_as_the_layer_names_them():
     branch, residual = operands()
     for initializing in (True, False):
@@ -433,6 +438,23 @@ def test_a_scan_over_layers_of_growing_rate():
     np.testing.assert_array_equal(gains[0], np.ones(32))
     assert set(np.unique(gains[1])) == {0.0, 2.0}
     np.testing.assert_array_equal(gains[2], np.zeros(32))
+
+
+@pytest.mark.parametrize("transform", [nn.remat, nn.jit], ids=lambda f: f.__name__)
+def test_a_block_that_is_run_again_drops_the_same_examples(transform):
+    """`deterministic` by position is static, as Dropout's is."""
+    branch, residual = operands((32, 5))
+
+    layer = transform(StochasticDepth, static_argnums=(3,))(0.5)
+
+    def loss(branch):
+        out = layer.apply({}, branch, residual, False, rngs={"dropout": KEY})
+        return jnp.sum(jnp.cos(out)), out
+
+    gradient, out = jax.jit(jax.grad(loss, has_aux=True))(branch)
+    kept = np.any(np.asarray(out) != residual, axis=1, keepdims=True)
+    assert 0 < kept.mean() < 1
+    np.testing.assert_allclose(gradient, np.where(kept, -2 * np.sin(2 * branch + residual), 0), **CLOSE)
 
 
 def test_a_vmap_over_examples_draws_for_each():

@@ -103,7 +103,7 @@ def _operands(gain: Any, branch: Any, residual: Any, dtype: Any) -> tuple[jax.Ar
         dtype = _check_dtype(dtype, "dtype")
         residual = jnp.asarray(residual, dtype)
         # A bfloat16 branch is not widened to float32 here: the kernel does it as it reads, and half the bytes move.
-        if jnp.result_type(branch) != jnp.bfloat16:
+        if getattr(branch, "dtype", None) != jnp.bfloat16:
             branch = jnp.asarray(branch, dtype)
     branch, residual = contract.check_array(branch, "branch"), contract.check_array(residual, "residual")
     if branch.shape != residual.shape:

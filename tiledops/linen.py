@@ -195,7 +195,8 @@ class Residual(nn.Module):
 
     Attributes:
       body: the block, a module or a function, whose result has the shape of h.
-      gate: `gate(branch, residual)`: a layer of this module, or any of the kind.
+      gate: `gate(branch, residual)`: a layer of this module, or any of the kind. It gets nothing else, so that a
+        StochasticDepth here takes its `deterministic` in the constructor.
     """
 
     body: Callable[..., Any]
