@@ -11,6 +11,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import BF16, BY_NAME, F32, Case
+from programs import fresh
 
 import tiledops
 
@@ -61,6 +62,26 @@ def test_a_pullback_leaves_jit_and_serves_twice(name: str) -> None:
         _, pullback = jax.jit(lambda *operands: jax.vjp(tiledops.axpy, *operands))(a, x, y)
         pullback(2 * g)
         check(case, dict(enumerate(jax.jit(pullback)(g))))
+
+
+@pytest.mark.parametrize("mode", ["reference", "simulate"])
+@pytest.mark.parametrize("subsets", [*itertools.permutations([(0,), (1,), (0, 1, 2)], 2)], ids=str)
+def test_pullbacks_of_one_jitted_function_by_different_operands(subsets: Any, mode: str) -> None:
+    """Each has saved something else; neither takes what it reads for the other's."""
+    case = BY_NAME["one_tile"]
+    operands = [*map(jnp.asarray, case.operands())]
+    g = operands.pop()
+    jitted = fresh(tiledops.axpy)
+
+    def pullback(argnums: tuple[int, ...]) -> Any:
+        def of_wanted(*wanted: Any) -> Any:
+            return jitted(*(wanted[argnums.index(i)] if i in argnums else v for i, v in enumerate(operands)))
+
+        return jax.vjp(of_wanted, *(operands[i] for i in argnums))[1]
+
+    with tiledops.use_config(mode=mode):
+        for argnums, gradients in [(s, pullback(s)) for s in subsets]:
+            check(case, dict(zip(argnums, gradients(g), strict=True)))
 
 
 @pytest.mark.parametrize("mode", ["reference", "simulate"])

@@ -111,6 +111,10 @@ def test_debug_nans_finds_the_users_own(mode: str) -> None:
     with jax.debug_nans(True), tiledops.use_config(mode=mode, block=(8, 128)):
         op = fresh(tiledops.axpy)
         out = op(np.float32(0.5), x, x)
+        for call in (op, tiledops.axpy):
+            with pytest.raises(FloatingPointError, match="nan"):
+                jax.block_until_ready(call(np.float32(np.inf), x, -np.inf * x))
+        _, pullback = jax.vjp(tiledops.axpy, np.float32(np.inf), x, x)
         with pytest.raises(FloatingPointError, match="nan"):
-            jax.block_until_ready(op(np.float32(np.inf), x, -np.inf * x))
+            jax.block_until_ready(pullback(jnp.zeros((9, 130))))  # 0*inf
     oracle.assert_same_bits(out, np.full((9, 130), 1.5, np.float32))

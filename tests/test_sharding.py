@@ -113,6 +113,20 @@ def test_eagerly(mode: str) -> None:
 
 
 @MODES
+@pytest.mark.parametrize("apart", ["a", "x", "y"])
+def test_eagerly_beside_an_array_on_one_device(apart: str, mode: str) -> None:
+    """The mesh in no context: jnp moves the other array there."""
+    arrays = values((256,), SHAPE, SHAPE, SHAPE)
+    placed = put(mesh_of(AxisType.Explicit), (PartitionSpec("model"), BOTH, BOTH, BOTH), arrays)
+    operands = [v if name == apart else p for name, v, p in zip("axyg", arrays, placed, strict=True)]
+    with tiledops.use_config(mode=mode, block=BLOCK):
+        results = differentiated(tiledops.axpy)(*operands)
+    assert_right(results, *arrays)
+    expected = jnp_axpy(*operands[:3])
+    assert results[0].sharding.is_equivalent_to(expected.sharding, 2)
+
+
+@MODES
 @KINDS
 @pytest.mark.parametrize("shape", [(8, 1), (1, 8), (1, 1, 8), (1, 1)], ids=str)
 def test_axes_of_one_shard_nothing(shape: tuple[int, ...], kind: AxisType, mode: str) -> None:
@@ -155,15 +169,35 @@ def test_differing_shardings_meet_as_jnps(x_spec: Any, y_spec: Any, mode: str) -
 
 
 @MODES
-def test_shardings_that_conflict_are_refused_as_jnps(mode: str) -> None:
-    x, y = values(SHAPE, SHAPE)
+@pytest.mark.parametrize(
+    ("a", "x", "y"), [(None, "data", "data"), ("model", "data", "data"), ("model", None, None)], ids=str
+)
+def test_a_gain_sharded_where_x_is_not(a: Any, x: Any, y: Any, mode: str) -> None:
+    arrays = values((256,), SHAPE, SHAPE)
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh), tiledops.use_config(mode=mode, block=BLOCK):
+        placed = put(mesh, map(PartitionSpec, (a, x, y)), arrays)
+        expected, pullback = jax.vjp(jax.jit(jnp_axpy), *placed)
+        results = fresh(differentiated(tiledops.axpy))(*placed, expected)
+        assert_right(results, *arrays, np.asarray(expected))
+        assert_sharded_alike(results, (expected, *pullback(expected)))
+
+
+@MODES
+@pytest.mark.parametrize(
+    ("a", "x", "y"), [((), "data", "model"), ("data", ("data", "model"), ("data", "model"))], ids=str
+)
+def test_shardings_that_conflict_are_refused_as_jnps(a: Any, x: Any, y: Any, mode: str) -> None:
+    arrays = values((256,), SHAPE, SHAPE)
     mesh = mesh_of(AxisType.Explicit)
     with jax.set_mesh(mesh), tiledops.use_config(mode=mode):
-        x, y = put(mesh, (PartitionSpec("data"), PartitionSpec("model")), (x, y))
+        a, x, y = put(
+            mesh, [PartitionSpec(*s) if isinstance(s, tuple) else PartitionSpec(s) for s in (a, x, y)], arrays
+        )
         with pytest.raises(Exception) as jnps:  # noqa: PT011  JAX has no public name for it
-            jnp.add(x, y)
+            jnp_axpy(a, x, y)
         with pytest.raises(type(jnps.value), match=re.escape(str(jnps.value).split(":")[0])):
-            tiledops.axpy(2.0, x, y)
+            tiledops.axpy(a, x, y)
 
 
 @pytest.mark.parametrize("mode", ["simulate", "tpu"])
@@ -224,6 +258,19 @@ def test_the_gradient_of_a_shard_map(gain: str, check_vma: bool, mode: str) -> N
 def _own(gain: Any, shape: tuple[int, ...]) -> Any:
     axis, name, extent = (0, "data", shape[0]) if gain.ndim == 2 else (0, "model", shape[1])
     return jax.lax.dynamic_slice_in_dim(gain, jax.lax.axis_index(name) * extent, extent, axis)
+
+
+@MODES
+@KINDS
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_shard_map_without_jit(check_vma: bool, kind: AxisType, mode: str) -> None:
+    arrays = values((), SHAPE, SHAPE, SHAPE)
+    mesh, specs = mesh_of(kind), (PartitionSpec(), BOTH, BOTH)
+    with jax.set_mesh(mesh), tiledops.use_config(mode=mode, block=BLOCK):
+        mapped = jax.shard_map(tiledops.axpy, in_specs=specs, out_specs=BOTH, check_vma=check_vma)
+        placed = put(mesh, (*specs, BOTH), arrays)
+        oracle.assert_same_bits(mapped(*placed[:3]), oracle.axpy(*arrays[:3]))
+        assert_right(differentiated(mapped)(*placed), *arrays)
 
 
 @MODES

@@ -25,6 +25,7 @@ from jax.custom_derivatives import SymbolicZero
 from tiledops import blocks, contract, partitioning
 from tiledops.calls import Call
 from tiledops.config import PipelineConfig
+from tiledops.derivatives import differentiable
 
 
 def axpy(a: Any, x: Any, y: Any, *, config: PipelineConfig | None = None, spec: Any = None) -> jax.Array:
@@ -92,7 +93,7 @@ def _run(
 # a*x + y
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@differentiable
 def _axpy(call: Call, in_place: bool, a: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
     """Written into y's buffer where that is free, if `in_place`."""
     (out,) = _run(call, blocks.axpy, a, (x, y), outs=(y.dtype,), aliases=((1, 0),) if in_place else ())
@@ -116,7 +117,7 @@ _axpy.defvjp(_axpy_forward, _axpy_backward, symbolic_zeros=True)
 # a*g
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@differentiable
 def _scale(call: Call, dtype: Any, a: jax.Array, g: jax.Array) -> jax.Array:
     (dx,) = _run(call, blocks.scale, a, (g,), outs=(dtype,))
     return dx
@@ -138,7 +139,7 @@ _scale.defvjp(_scale_forward, _scale_backward, symbolic_zeros=True)
 # sum of g*x
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@differentiable
 def _dot(call: Call, shape: tuple[int, ...], g: jax.Array, x: jax.Array) -> jax.Array:
     (da,) = _run(call, blocks.dot, None, (g, x), total=shape)
     return da
@@ -159,7 +160,7 @@ _dot.defvjp(_dot_forward, _dot_backward)
 # a*g and sum of g*x in one pass
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@differentiable
 def _scale_and_dot(call: Call, dtype: Any, a: jax.Array, g: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     dx, da = _run(call, blocks.scale_and_dot, a, (g, x), outs=(dtype,), total=a.shape)
     return dx, da

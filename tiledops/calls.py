@@ -77,7 +77,9 @@ def vectorized(operation: Operation) -> Any:
         )
         total = None if operation.total is None else (size, *operation.total)
         leaf = dataclasses.replace(operation.leaf, total=total)  # mapped vectors no longer share a kernel
-        parts = [vectorized(leaf)(coefficients, partitioning.alike(its)) for its in operation.by_leaf(arrays)]
+        parts = [
+            vectorized(leaf)(coefficients, partitioning.alike(coefficients, its)) for its in operation.by_leaf(arrays)
+        ]
         stored = [x for part in parts for x in part[: len(leaf.outs)]]
         totals = [functools.reduce(jnp.add, [part[-1] for part in parts])] if total else []
         results = (*stored, *totals)

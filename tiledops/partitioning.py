@@ -42,7 +42,7 @@ def place(
 
     Args:
       coefficients: arrays whose extents are 1 or those of the arrays' last axes, or one an example.
-      arrays: of one shape. If their shardings differ, they are resharded or refused as `jnp.add` would.
+      arrays: of one shape. They and the coefficients are resharded or refused as `a*x + y` would be.
       spec: the arrays' PartitionSpec over Auto axes.
       opaque: whether a kernel runs. Plain jnp needs no help from `spec`.
 
@@ -50,7 +50,7 @@ def place(
       ValueError: no `spec` on a mesh with Auto axes, or one that doesn't fit the mesh or the shape.
     """
     coefficients, arrays = _varying_alike(coefficients, arrays)
-    arrays = alike(arrays)
+    arrays = alike(coefficients, arrays)
     mesh = _mesh(arrays)
     auto = {name: mesh.shape[name] for name in _names_of(mesh, AxisType.Auto)}
     if not opaque or not auto:
@@ -69,14 +69,21 @@ def place(
     return Placement(mesh, PartitionSpec(*joint)), coefficients, arrays
 
 
-def alike(arrays: Arrays) -> Arrays:
-    """Arrays of one shape with one sharding over Explicit axes: their sum's, by JAX's own rule and with its errors."""
+def alike(coefficients: Arrays, arrays: Arrays) -> Arrays:
+    """Arrays of one shape with one sharding over Explicit axes: that of `a*x + y`, by JAX's rule and with its errors.
+
+    An array on a single device, beside others on a mesh that is in no context, is left to `jax.jit`."""
     if not _names_of(_mesh(arrays), AxisType.Explicit):
         return arrays
-    (total,) = jax.make_jaxpr(lambda *xs: functools.reduce(jnp.add, (x.astype(jnp.float32) for x in xs)))(
-        *arrays
-    ).out_avals
-    return tuple(_reshard(x, total.sharding) for x in arrays)
+
+    def total(coefficients: Arrays, arrays: Arrays) -> jax.Array:
+        rank = len(arrays[0].shape)
+        aligned = (c.reshape((1,) * (rank - len(c.shape)) + c.shape) for c in coefficients)
+        first, *others = (x.astype(jnp.float32) for x in arrays)
+        return functools.reduce(jnp.add, [*(c.astype(jnp.float32) * first for c in aligned), first, *others])
+
+    (out,) = jax.make_jaxpr(total)(coefficients, arrays).out_avals
+    return tuple(x if jax.typeof(x).sharding.mesh.empty else _reshard(x, out.sharding) for x in arrays)
 
 
 def residence(x: jax.Array) -> tuple[Any, ...]:
@@ -91,7 +98,7 @@ def by_type(operation: Operation, coefficients: Arrays, arrays: Arrays) -> tuple
     mesh = _mesh(arrays)
     placement = None
     if operation.mode != modes.REFERENCE and _names_of(mesh, AxisType.Explicit):
-        placement = Placement(mesh, jax.typeof(arrays[0]).sharding.spec)
+        placement = Placement(mesh, next(s.spec for x in arrays if not (s := jax.typeof(x).sharding).mesh.empty))
     return per_shard(lambda operation: operation, operation, placement, coefficients, arrays)
 
 
@@ -125,10 +132,12 @@ def per_shard(
     specs = tuple(_of_coefficient(c.shape, placement.spec) for c in coefficients)
     explicit = _names_of(placement.mesh, AxisType.Explicit)
     if explicit:
-        coefficients = tuple(
-            _reshard(c, NamedSharding(placement.mesh, _only(s, explicit)))
-            for c, s in zip(coefficients, specs, strict=True)
-        )
+
+        def there(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+            return _reshard(x, NamedSharding(placement.mesh, _only(spec, explicit)))
+
+        coefficients = tuple(map(there, coefficients, specs))
+        arrays = tuple(there(x, placement.spec) for x in arrays)
     context = jax.sharding.get_abstract_mesh()
     return jax.shard_map(
         shard,
