@@ -109,6 +109,33 @@ def test_the_simulator_is_not_for_export() -> None:
             exporting(a, x, y)
 
 
+@pytest.mark.parametrize("platforms", [["tpu"], ["cpu", "tpu"]], ids="+".join)
+def test_the_simulator_is_not_for_other_platforms(platforms: list[str]) -> None:
+    """Off TPU it is the default, so that who exports for TPU meets it there."""
+    a, x, y, _ = structs(BY_NAME["one_tile"])
+    exporting = export.export(fresh(tiledops.axpy), platforms=platforms)
+    with pytest.raises(RuntimeError, match=r"mode='simulate' runs kernels on the host .* Use mode='tpu'"):
+        exporting(a, x, y)
+
+
+@pytest.mark.parametrize("mode", ["simulate", "tpu"])
+def test_symbolic_shapes_have_no_kernel(mode: str) -> None:
+    (rows,) = export.symbolic_shape("rows")
+    x = jax.ShapeDtypeStruct((rows, 128), jnp.float32)
+    with tiledops.use_config(mode=mode):
+        exporting = export.export(fresh(lambda x: tiledops.axpy(2.0, x, x)), platforms=["tpu"])
+        with pytest.raises(TypeError, match=r"got the symbolic \(rows, 128\).*mode='reference'"):
+            exporting(x)
+
+
+def test_symbolic_shapes_in_the_reference() -> None:
+    (rows,) = export.symbolic_shape("rows")
+    x = jax.ShapeDtypeStruct((rows, 128), jnp.float32)
+    with tiledops.use_config(mode="reference"):
+        exported = export.export(fresh(jax.grad(lambda a, x: tiledops.axpy(a, x, x).sum())))(jnp.float32(2), x)
+    assert exported.call(jnp.float32(2), jnp.ones((3, 128))) == 384
+
+
 def test_tpu_for_another_platform_is_refused() -> None:
     a, x, y, _ = structs(BY_NAME["one_tile"])
     with tiledops.use_config(mode="tpu"):

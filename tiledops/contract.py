@@ -68,6 +68,15 @@ def check_shape(shape: Any) -> tuple[int, ...]:
     return tuple(map(int, shape))
 
 
+def check_static(shape: tuple[Any, ...]) -> None:
+    """What a kernel is cut for is known when it is traced."""
+    if not all(isinstance(n, (int, np.integer)) for n in shape):
+        raise TypeError(
+            f"a kernel needs a shape of integers; got the symbolic {shape}. Export one program a shape, or use "
+            "mode='reference' (plain jnp), which takes symbolic shapes"
+        )
+
+
 def check_dtype(dtype: Any, what: str) -> jnp.dtype:
     """float32 and bfloat16 alone. No TPU generation compiles float16, though the simulator would run it, and 8-byte
     types hang Pallas's tiling inference, so that what is not known to work is refused in every mode alike."""

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import jaxlib.version
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from tiledops import modes
+from tiledops import contract, modes
 from tiledops.stream import Operation
 
 Arrays = tuple[jax.Array, ...]
@@ -111,6 +111,8 @@ def per_shard(
 ) -> tuple[jax.Array, ...]:
     """Runs `runner(operation)` on each shard. Its stored arrays are sharded as its operands are; its sum is added up
     over the shards that it runs across, in float32, and sharded along the axes that it keeps."""
+    if operation.mode != modes.REFERENCE:
+        contract.check_static(arrays[0].shape)
     if operation.mode == modes.SIMULATE:
         _check_simulator(_mesh(arrays), nested=placement is not None)
     if placement is None:

@@ -131,6 +131,13 @@ def _under_disable_jit(*operands: Any, kernel: Any) -> Any:
 
 def _lowering(context: Any, *operands: Any, kernel: Any) -> Any:
     """The interpreter's own program, its callbacks in the order of our token."""
+    platforms = context.module_context.platforms
+    if len(platforms) > 1 or ("tpu" in platforms and jax.default_backend() != "tpu"):
+        raise RuntimeError(
+            "mode='simulate' runs kernels on the host of this very process; this program is being lowered for "
+            f"{' and '.join(platforms)}. Use mode='tpu' to export or compile for TPU from here, one platform a "
+            "program, or mode='reference' (plain jnp)"
+        )
     theirs = callback._OrderedIOEffect
     inner = context.replace(tokens_in=mlir.TokenSet({theirs: context.tokens_in.get(_simulation)}), tokens_out=None)
     with _device_axes(getattr(context.module_context.axis_context, "manual_axes", frozenset())):
