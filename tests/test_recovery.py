@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,16 @@ def test_an_exception_inside_a_kernel(monkeypatch: pytest.MonkeyPatch, error: Ba
     for _ in range(2):
         broken(monkeypatch, lambda: tiledops.axpy(a, x, y), error)
         works()
+
+
+def test_an_interrupted_thread_that_lives_on_holds_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulator keeps the memory of the kernel that was interrupted, and its thread doesn't call again."""
+    a, x, y, _ = BY_NAME["lesson"].operands()
+    broken(monkeypatch, lambda: tiledops.axpy(a, x, y), KeyboardInterrupt())
+    other = threading.Thread(target=works, daemon=True)
+    other.start()
+    other.join(20)
+    assert not other.is_alive()
 
 
 def test_an_exception_on_one_of_eight_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,10 @@ import contextlib
 import functools
 import importlib
 import math
+import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -94,26 +96,42 @@ class _Turns:
 
     def __init__(self) -> None:
         self._taken = threading.Lock()
-        self._by: threading.Thread | None = None
+        self._by: tuple[int | None, types.FrameType | None] | None = None
 
     def take(self) -> np.bool_:
         me, alive = threading.current_thread(), time.monotonic()
         while not self._taken.acquire(timeout=0.002):
-            # A thread runs what it has called itself, one by one: if it asks again, or is gone, it was interrupted.
-            if self._by is not None and (me is self._by or not self._by.is_alive()):
+            if (by := self._by) is not None and not _runs(*by):  # it was interrupted
                 break
             if interpreter._shared_memory is not None:
                 alive = time.monotonic()
             elif time.monotonic() - alive > self.PATIENCE:  # the memory of a kernel that failed is gone
                 break
         # What JAX's own threads run may go on in another of them.
-        self._by = None if isinstance(me, threading._DummyThread) else me
+        self._by = None if isinstance(me, threading._DummyThread) else (me.ident, _program())
         return np.bool_(True)
 
     def leave(self) -> np.bool_:
+        self._by = None
         with contextlib.suppress(RuntimeError):  # it was taken over
             self._taken.release()
         return np.bool_(True)
+
+
+def _program() -> types.FrameType | None:
+    """The frame in which this thread runs the program that calls back to here."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename == callback.__file__:
+        frame = frame.f_back
+    return frame
+
+
+def _runs(thread: int | None, program: types.FrameType | None) -> bool:
+    """Whether a thread is still at it."""
+    frame = sys._current_frames().get(thread or 0)
+    while frame is not None and frame is not program:
+        frame = frame.f_back
+    return frame is not None
 
 
 _turns = _Turns()
