@@ -80,7 +80,7 @@ def test_every_plan(shape: tuple[int, ...], block: Any) -> None:
             if summed and vectors:
                 assert plan.order[0] == vectors[0]  # one sum is finished before the next
 
-            # Slabs are whole tiles, no larger than 64 registers or than what lies along the lanes makes them.
+            # Slabs are whole tiles, no larger than 96 registers or than what lies along the lanes makes them.
             multiples = [1024] if rank == 1 else [*[1] * (rank - 2), 128 if rank - 2 in vectors else 16, 128]
             for slab, extent, multiple in zip(plan.slab, plan.block, multiples, strict=True):
                 assert 1 <= slab <= extent

@@ -19,10 +19,11 @@ OUTPUT_BUFFERS = 2  # emit_pipeline takes a third output buffer only from jax 0.
 # what XLA's own fusion of a*x + y uses there (2.6 and 4 MiB).
 VMEM_SHARE = 0.75
 
-# A kernel asks for the VMEM that it needs and no more: in the rest XLA keeps what its neighbours use. The least is room
-# for what Mosaic spills. HBM megabytes of a transformer block's training step whose residual add follows a sum over
-# chips, with the default limit and so: 1072 and 1038 on v5e, 1123 and 1105 on v6e, 1861 and 1878 on TPU7x; after a
-# matmul on TPU7x 6203 and 6178; the same elsewhere (`examples/benchmark.py --part block`, jax 0.10.2).
+# A kernel asks for the VMEM that it needs and no more: in the rest XLA keeps what its neighbours use. There is room
+# for what Mosaic spills too: a slab of each stream. HBM megabytes of a transformer block's training step whose
+# residual add follows a sum over chips, with the default limit and so: 1072 and 1038 on v5e, 1123 and 1105 on v6e,
+# 1861 and 1878 on TPU7x; after a matmul on TPU7x 6203 and 6178; the same elsewhere (`examples/benchmark.py --part
+# block`, jax 0.10.2).
 LEAST_VMEM = 2**20
 
 # A pipeline hides all but its first load and its last store, so that it should have several steps; but a step that
@@ -30,14 +31,14 @@ LEAST_VMEM = 2**20
 STEPS = 8
 LATENCY_SECONDS = 1e-6
 
-# A block is computed in slabs of at most 64 float32 registers, in loops: enough to fill the vector unit, and the
+# A block is computed in slabs of at most 96 float32 registers, in loops: enough to fill the vector unit, and the
 # program stays small however large the block is. A slab has few columns and many rows, which share what is done once
-# a column: spreading a gain over the sublanes, adding to a sum down the rows. Bundles a tile on TPU7x, whose memory
-# leaves the least time, backward in bfloat16, with slabs of whole rows and so: (8192, 4096) with a gain a feature 4296
-# and 3459; (10001, 3001), a column to each feature, 3731 and 2261, with a scalar gain 5294 and 2950.
-SLAB_ELEMENTS = 64 * SUBLANES * LANES
-SLAB_COLUMNS = 4 * LANES
-
+# a column: spreading a gain over the sublanes, adding to a sum down the rows. Arithmetic over DMA time in bfloat16, the
+# worst of `tests/test_bundles.py` on v4 and TPU7x with jax 0.12.0.1, but for a gain's gradient alone and with it: 0.69
+# and 0.83 with slabs of whole rows and 64 registers on v4; with 4 columns of registers and 64, 0.51 and 0.65, 0.48 and
+# 0.64; with 6 and 96, 0.49 and 0.54, 0.46 and 0.73; with 8 and 96, 0.49 and 0.54, 0.52 and 0.73.
+SLAB_ELEMENTS = 96 * SUBLANES * LANES
+SLAB_COLUMNS = 6 * LANES
 
 STREAMED = -1
 
@@ -205,7 +206,9 @@ def plan(
     resident = [cut.vector_extent(axis) for axis in vectors if axis >= rank - 2]
     vectors_bytes = 4 * OUTPUT_BUFFERS * sum(round_up(extent, SUBLANES * LANES) for extent in resident)
     sums_bytes = 4 * _tiled_elements(accumulator_shape(block, kept)) if summed else 0
-    wanted = max(LEAST_VMEM, int((buffer_bytes + vectors_bytes + sums_bytes) / VMEM_SHARE))
+    spills_bytes = 4 * (len(in_bytes) + len(out_bytes) + 1) * _tiled_elements(cut.slab)
+    needed = int((buffer_bytes + vectors_bytes + sums_bytes) / VMEM_SHARE)
+    wanted = max(LEAST_VMEM, min(needed + spills_bytes, max(needed, chips.scoped_vmem_bytes(info))))
     return dataclasses.replace(cut, vmem_limit_bytes=min(wanted, info.vmem_capacity_bytes))
 
 
