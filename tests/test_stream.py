@@ -16,6 +16,7 @@ from programs import racing
 
 import tiledops
 from tiledops import blocks, chips, contract, stream, tiling
+from tiledops.operation import Operation
 
 
 def run(case: Case, **fields: Any) -> None:
@@ -150,7 +151,7 @@ def test_the_cost_that_xla_is_told(schedule: str) -> None:
 def test_no_operand_is_padded_or_copied() -> None:
     """Around the kernel there are views alone; that they are bitcasts, the TPU compiler says (test_compiled.py)."""
     allowed = {"jit", "pjit", "custom_vjp_call", "custom_vmap_call", "pallas_call", "transpose", "reshape", "squeeze"}
-    allowed |= {"convert_element_type", "broadcast_in_dim", "copy", "custom_jvp_call"}
+    allowed |= {"convert_element_type", "broadcast_in_dim", "copy", "custom_jvp_call", "tiledops_call"}
     allowed |= {"tiledops_simulated", "io_callback"}  # a kernel in the simulator takes its turn
     for name in ("lesson", "column_feature", "merged", "vector"):
         case = BY_NAME[name]
@@ -170,10 +171,10 @@ def primitives(jaxpr: Any) -> set[str]:
     return names
 
 
-def operation(**fields: Any) -> stream.Operation:
+def operation(**fields: Any) -> Operation:
     config = tiledops.PipelineConfig(block=(8, 128))
     fields = {"config": config, "mode": "simulate", "chip": chips.chip_info("v5e"), **fields}
-    return stream.Operation(blocks.axpy, (F32,), None, **fields)
+    return Operation(blocks.axpy, (F32,), None, **fields)
 
 
 def test_equal_operations_are_traced_once() -> None:
@@ -182,7 +183,7 @@ def test_equal_operations_are_traced_once() -> None:
     traced = functools.partial(stream._streamed.trace, operation(), (a.reshape(1, 1),), (x, y))
     before = stream._streamed._cache_size()
     for _ in range(2):
-        operation()((a.reshape(1, 1),), (x, y))
+        stream.stream(operation(), (a.reshape(1, 1),), (x, y))
     assert stream._streamed._cache_size() == before + 1
     assert len(pallas_calls(traced().jaxpr)) == 1
 
@@ -193,7 +194,7 @@ def test_in_place_gives_the_same_bits(detectors: list[Any]) -> None:
     gain, arrays = (jnp.asarray(a).reshape(1, 1),), (jnp.asarray(x), jnp.asarray(y))
     for buffers in (2, 3):
         config = tiledops.PipelineConfig(block=(8, 128), buffers=buffers)
-        (out,) = jax.block_until_ready(operation(aliases=((1, 0),), config=config)(gain, arrays))
+        (out,) = jax.block_until_ready(stream.stream(operation(aliases=((1, 0),), config=config), gain, arrays))
         oracle.assert_same_bits(out, oracle.axpy(a, x, y))
     np.testing.assert_array_equal(arrays[1], y)  # the caller's y, not donated, is as it was
     assert_race_free(detectors, kernels=2)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from tiledops import chips, config, modes, partitioning
 from tiledops.config import PipelineConfig
-from tiledops.stream import BlockFunction, Operation
+from tiledops.operation import BlockFunction, Operation
 
 
 @dataclasses.dataclass(frozen=True)

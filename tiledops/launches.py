@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from tiledops import modes, packing, partitioning
 from tiledops.calls import Call
-from tiledops.stream import Operation
+from tiledops.operation import Operation
 
 Arrays = tuple[jax.Array, ...]
 

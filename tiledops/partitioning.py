@@ -19,7 +19,8 @@ import jaxlib.version
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tiledops import contract, modes
-from tiledops.stream import Operation
+from tiledops.operation import Operation
+from tiledops.stream import stream
 
 Arrays = tuple[jax.Array, ...]
 
@@ -99,7 +100,7 @@ def by_type(operation: Operation, coefficients: Arrays, arrays: Arrays) -> tuple
     placement = None
     if operation.mode != modes.REFERENCE and _names_of(mesh, AxisType.Explicit):
         placement = Placement(mesh, next(s.spec for x in arrays if not (s := jax.typeof(x).sharding).mesh.empty))
-    return per_shard(lambda operation: operation, operation, placement, coefficients, arrays)
+    return per_shard(lambda operation: functools.partial(stream, operation), operation, placement, coefficients, arrays)
 
 
 def per_shard(

@@ -19,66 +19,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tiledops import blocks, chips, donation, layouts, modes, packing, simulator, tiling
-from tiledops.config import PipelineConfig
+from tiledops.operation import Operation
 from tiledops.tile import Refs, Tile
 from tiledops.tiling import STREAMED, place
 
-BlockFunction = Callable[..., tuple[tuple[jax.Array, ...], jax.Array | None]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Operation:
-    """What a stream computes: static and hashable, so that equal operations are traced once.
-
-    Attributes:
-      block: a function of `tiledops.blocks`.
-      outs: dtypes of the arrays that it stores.
-      total: the shape that its sum keeps, broadcastable against the arrays (1 where it is summed over), or None.
-      config: block, buffers and schedule.
-      mode: what runs it, resolved.
-      chip: the chip that it is cut for.
-      aliases: pairs (array, out): the stored array takes that array's buffer.
-      leaves: of how many leaves the arrays are. If several, each of one axis, the arrays of the first come first, then
-        those of the second ...; so do `outs`; and there is one sum over all.
-    """
-
-    block: BlockFunction
-    outs: tuple[jnp.dtype, ...]
-    total: tuple[int, ...] | None
-    config: PipelineConfig
-    mode: str
-    chip: pltpu.TpuInfo
-    aliases: tuple[tuple[int, int], ...] = ()
-    leaves: int = 1
-
-    @property
-    def name(self) -> str:
-        return f"tiledops_{self.block.__name__}"
-
-    def on(self, leaves: int, arrays: int) -> Operation:
-        """The operation of one leaf that has so many arrays, on several leaves."""
-        outs = len(self.outs)
-        aliases = tuple((k * arrays + i, k * outs + out) for k in range(leaves) for i, out in self.aliases)
-        return dataclasses.replace(self, outs=self.outs * leaves, aliases=aliases, leaves=leaves)
-
-    @property
-    def leaf(self) -> Operation:
-        """The operation on one of its leaves."""
-        outs, aliases = len(self.outs) // self.leaves, len(self.aliases) // self.leaves
-        return dataclasses.replace(self, outs=self.outs[:outs], aliases=self.aliases[:aliases], leaves=1)
-
-    def by_leaf(self, arrays: tuple[jax.Array, ...]) -> list[tuple[jax.Array, ...]]:
-        """The arrays of each leaf."""
-        width = len(arrays) // self.leaves
-        return [arrays[k : k + width] for k in range(0, len(arrays), width)]
-
-    def __call__(self, coefficients: tuple[jax.Array, ...], arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """The stored arrays, then the float32 sum if there is one."""
-        return stream(self, coefficients, arrays)
-
 
 def stream(op: Operation, coefficients: tuple[jax.Array, ...], arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Runs `op` on arrays of one shape and coefficients of the same rank, each extent theirs or 1."""
+    """Runs `op` on arrays of one shape and coefficients of the same rank, each extent theirs or 1.
+
+    Returns:
+      The stored arrays, then the float32 sum if there is one.
+    """
     if op.mode == modes.REFERENCE:
         return _reference(op, coefficients, arrays)
     kernel = _Kernel(op, len(coefficients))
