@@ -14,6 +14,7 @@ import oracle
 import pytest
 from cases import BY_NAME
 from jax._src.pallas.mosaic.interpret.shared_memory import SharedMemory
+from jax.experimental import io_callback
 from programs import blocks, fresh
 
 import tiledops
@@ -119,6 +120,26 @@ def test_a_thread_whose_kernel_fails_ends_its_turn(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(SharedMemory, "get_buffer_content", failing)
     assert sorted(in_threads(work, range(3))) == ["in one thread", "right", "right"]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_callback_simulates_between_two_kernels(ordered: bool) -> None:
+    """On the host, in the middle of a program whose own kernels take turns with it."""
+    a, x, y, _ = BY_NAME["lesson"].operands()
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    def host(x: Any) -> Any:
+        with tiledops.use_config(mode="simulate", block=(32, 512)):
+            return np.asarray(tiledops.axpy(a, np.asarray(x), y))
+
+    def program(x: Any) -> Any:
+        return tiledops.axpy(a, io_callback(host, like, tiledops.axpy(a, x, y), ordered=ordered), y)
+
+    with tiledops.use_config(mode="simulate", block=(32, 512)):
+        out = jax.jit(program)(x)
+    for _ in range(3):
+        x = oracle.axpy(a, x, y)
+    oracle.assert_same_bits(out, x)
 
 
 def test_threads_simulate_different_chips() -> None:
