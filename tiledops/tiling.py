@@ -207,8 +207,9 @@ def plan(
     vectors_bytes = 4 * OUTPUT_BUFFERS * sum(round_up(extent, SUBLANES * LANES) for extent in resident)
     sums_bytes = 4 * _tiled_elements(accumulator_shape(block, kept)) if summed else 0
     spills_bytes = 4 * (len(in_bytes) + len(out_bytes) + 1) * _tiled_elements(cut.slab)
-    needed = int((buffer_bytes + vectors_bytes + sums_bytes) / VMEM_SHARE)
-    wanted = max(LEAST_VMEM, min(needed + spills_bytes, max(needed, chips.scoped_vmem_bytes(info))))
+    # Where the buffers leave it room, a kernel does with the default: XLA gives up more than what is asked above it.
+    most = max(int(buffer_bytes / VMEM_SHARE), chips.scoped_vmem_bytes(info))
+    wanted = max(LEAST_VMEM, min(int(buffer_bytes / VMEM_SHARE) + vectors_bytes + sums_bytes + spills_bytes, most))
     return dataclasses.replace(cut, vmem_limit_bytes=min(wanted, info.vmem_capacity_bytes))
 
 
