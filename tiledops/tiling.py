@@ -19,12 +19,11 @@ OUTPUT_BUFFERS = 2  # emit_pipeline takes a third output buffer only from jax 0.
 # what XLA's own fusion of a*x + y uses there (2.6 and 4 MiB).
 VMEM_SHARE = 0.75
 
-# A kernel asks for the VMEM that it needs and no more: in the rest XLA keeps what its neighbours use. There is room
-# for what Mosaic spills too: a slab of each stream. HBM megabytes of a transformer block's training step whose
-# residual add follows a sum over chips, with the default limit and so: 1072 and 1038 on v5e, 1123 and 1105 on v6e,
-# 1861 and 1878 on TPU7x; after a matmul on TPU7x 6203 and 6178; the same elsewhere (`examples/benchmark.py --part
-# block`, jax 0.10.2).
-LEAST_VMEM = 2**20
+# Each kernel says what VMEM it needs, the default too: XLA then keeps more of what its neighbours use there. HBM
+# megabytes of a transformer block's training step whose residual add follows a sum over chips, unsaid and said: 1072
+# and 1038 on v5e, 1123 and 1105 on v6e, the same elsewhere (`examples/benchmark.py --part block`, jax 0.10.2). To ask
+# for less than the default is not safe: what Mosaic spills can be four times the buffers (a vector's sum in bfloat16),
+# and saved nothing more there.
 
 # A pipeline hides all but its first load and its last store, so that it should have several steps; but a step that
 # moves less than the memory delivers during one DMA's latency (about a microsecond, not measured here) waits.
@@ -190,7 +189,7 @@ def plan(
             f"{len(in_bytes)} inputs and {len(out_bytes)} outputs; {chips.chip_name(info)} has "
             f"{info.vmem_capacity_bytes}. Choose a smaller block, or leave block=None"
         )
-    cut = TilePlan(
+    return TilePlan(
         shape=shape,
         block=block,
         grid=grid,
@@ -201,16 +200,13 @@ def plan(
         buffers=config.buffers,
         buffer_bytes=buffer_bytes,
         hbm_bytes=(sum(in_bytes) + sum(out_bytes)) * math.prod(shape),
-        vmem_limit_bytes=info.vmem_capacity_bytes,
+        vmem_limit_bytes=_vmem_limit(buffer_bytes, info),
     )
-    resident = [cut.vector_extent(axis) for axis in vectors if axis >= rank - 2]
-    vectors_bytes = 4 * OUTPUT_BUFFERS * sum(round_up(extent, SUBLANES * LANES) for extent in resident)
-    sums_bytes = 4 * _tiled_elements(accumulator_shape(block, kept)) if summed else 0
-    spills_bytes = 4 * (len(in_bytes) + len(out_bytes) + 1) * _tiled_elements(cut.slab)
-    # Where the buffers leave it room, a kernel does with the default: XLA gives up more than what is asked above it.
-    most = max(int(buffer_bytes / VMEM_SHARE), chips.scoped_vmem_bytes(info))
-    wanted = max(LEAST_VMEM, min(int(buffer_bytes / VMEM_SHARE) + vectors_bytes + sums_bytes + spills_bytes, most))
-    return dataclasses.replace(cut, vmem_limit_bytes=min(wanted, info.vmem_capacity_bytes))
+
+
+def _vmem_limit(buffer_bytes: int, info: Any) -> int:
+    """The default where the buffers leave room; else their share of a larger one, up to all that the chip has."""
+    return min(max(chips.scoped_vmem_bytes(info), int(buffer_bytes / VMEM_SHARE)), info.vmem_capacity_bytes)
 
 
 def accumulator_shape(block: tuple[int, ...], kept: int | None) -> tuple[int, ...]:
