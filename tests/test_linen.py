@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tiledops
+from tiledops import compiled
 from tiledops.linen import Axpy, LayerScale, Residual, ReZero, StochasticDepth
 
 F32, BF16 = np.float32, ml_dtypes.bfloat16
@@ -270,6 +271,36 @@ def test_a_dropped_branch_leaves_no_trace(dtype, start, mode):
     )
     exact, tolerance = oracle.da(gain, branch[kept], np.ones_like(branch[kept]))
     oracle.assert_within(da, 2 * exact, 2 * tolerance)
+
+
+@pytest.mark.parametrize("features", [None, 1024])
+@pytest.mark.parametrize("learnable", [True, False])
+@pytest.mark.parametrize("per_example", [True, False])
+def test_dropping_takes_no_pass_of_its_own(per_example, learnable, features):
+    """Of arrays too large for the chip's VMEM, in which XLA may otherwise hold one between two passes."""
+    array = jax.ShapeDtypeStruct((65536, 1024), BF16)
+    options = {"learnable": learnable, "features": features, "deterministic": False}
+    layer = StochasticDepth(0.2, per_example=per_example, **options)
+
+    def forward(key, branch, residual, gain):
+        variables = {"params": {"gain": gain}} if learnable else {}
+        return layer.apply(variables, branch, residual, rng=jax.random.wrap_key_data(key))
+
+    def pullback(key, *operands):
+        return jax.vjp(lambda *operands: forward(key, *operands), *operands)[1]
+
+    operands = jax.ShapeDtypeStruct((2,), jnp.uint32), array, array, jnp.ones(features or ())
+    with tiledops.use_config(mode="tpu"):
+        forwards = compiled.compile_for(forward, *operands, chip="v5e")
+        saved = compiled.lower_for(pullback, *operands, chip="v5e").out_info
+        backwards = compiled.compile_for(lambda pull, g: pull(g)[0], saved, array, chip="v5e")
+        if learnable:
+            backwards = compiled.compile_for(lambda pull, g: pull(g)[::2], saved, array, chip="v5e")
+    size = 2 * array.size
+    for report, arrays in ((forwards, 3), (backwards, 3 if learnable else 2)):
+        # And the mask, a float32 an example, its random bits and the gain.
+        assert arrays * size < report.hbm_bytes < 1.02 * arrays * size
+        assert (len(report.kernels), report.extra) == (1, ())
 
 
 def test_nothing_is_dropped_when_deterministic_or_at_rate_zero():

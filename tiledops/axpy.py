@@ -61,6 +61,28 @@ def axpy(a: Any, x: Any, y: Any, *, config: PipelineConfig | None = None, spec: 
     return _axpy(call, True, a, x, y)
 
 
+def axpy_where(
+    mask: jax.Array, a: Any, x: Any, y: Any, *, config: PipelineConfig | None = None, spec: Any = None
+) -> jax.Array:
+    """`axpy` where the mask is 1, and y where it is 0, bit for bit and whatever x holds: in as few passes as `axpy`.
+
+    >>> x, y = jnp.array([[2.0, 3.0], [jnp.nan, jnp.inf]]), jnp.ones((2, 2))
+    >>> axpy_where(jnp.array([[1.0], [0.0]]), 0.5, x, y)
+    Array([[2. , 2.5],
+           [1. , 1. ]], dtype=float32)
+
+    Args:
+      mask: float32 ones and zeros, of x's rank: `(x.shape[0], 1, ..., 1)` or `(1, ..., 1)`. It has no derivative.
+      a, x, y, config, spec: as in `axpy`, and errors too.
+
+    Returns:
+      An array of y's shape and dtype.
+    """
+    a, x, y = contract.check_operands(a, x, y)
+    call, (a, mask), (x, y) = Call.of(config).placed((a, jax.lax.stop_gradient(mask)), (x, y), spec=spec)
+    return _axpy(call, True, a, x, y, mask)
+
+
 def _aligned(gain: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a gain with x's rank: a scalar is 1 along every axis, a vector runs along the last."""
     return (1,) * (len(shape) - len(gain)) + gain
@@ -69,14 +91,14 @@ def _aligned(gain: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
 def _run(
     call: Call,
     block: Any,
-    a: jax.Array | None,
+    coefficients: tuple[jax.Array, ...],
     arrays: tuple[jax.Array, ...],
     *,
     outs: tuple[Any, ...] = (),
     total: tuple[int, ...] | None = None,
     aliases: tuple[tuple[int, int], ...] = (),
 ) -> tuple[jax.Array, ...]:
-    """Runs a block function over arrays of one shape, with the gain `a` or none.
+    """Runs a block function over arrays of one shape, with or without a gain and a mask.
 
     Args:
       outs: dtypes of the arrays that it stores.
@@ -85,7 +107,7 @@ def _run(
     """
     shape = arrays[0].shape
     operation = call.operation(block, outs, None if total is None else _aligned(total, shape), aliases)
-    coefficients = () if a is None else (a.reshape(_aligned(a.shape, shape)),)
+    coefficients = tuple(c.reshape(_aligned(c.shape, shape)) for c in coefficients)
     results = call.run(operation, coefficients, arrays)
     return results if total is None else (*results[:-1], results[-1].reshape(total))
 
@@ -94,21 +116,22 @@ def _run(
 
 
 @differentiable
-def _axpy(call: Call, in_place: bool, a: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+def _axpy(call: Call, in_place: bool, a: jax.Array, x: jax.Array, y: jax.Array, *mask: jax.Array) -> jax.Array:
     """Written into y's buffer where that is free, if `in_place`."""
-    (out,) = _run(call, blocks.axpy, a, (x, y), outs=(y.dtype,), aliases=((1, 0),) if in_place else ())
+    (out,) = _run(call, blocks.axpy, (a, *mask), (x, y), outs=(y.dtype,), aliases=((1, 0),) if in_place else ())
     return out
 
 
-def _axpy_forward(call: Call, in_place: bool, a: Any, x: Any, y: Any) -> tuple[jax.Array, Saved]:
+def _axpy_forward(call: Call, in_place: bool, a: Any, x: Any, y: Any, *mask: Any) -> tuple[jax.Array, Saved]:
     # Not in y's buffer: in a program that is differentiated, what came before y has mostly saved it for its gradient.
-    return _axpy(call, False, a.value, x.value, y.value), Saved.of(a, x)
+    masks = tuple(m.value for m in mask)
+    return _axpy(call, False, a.value, x.value, y.value, *masks), Saved.of(a, x, masks)
 
 
-def _axpy_backward(call: Call, in_place: bool, saved: Saved, g: Any) -> tuple[Any, Any, Any]:
+def _axpy_backward(call: Call, in_place: bool, saved: Saved, g: Any) -> tuple[Any, ...]:
     if isinstance(g, SymbolicZero):
-        return None, None, None
-    return *_gradients(call, saved, g), g
+        return None, None, None, *saved.no_gradient
+    return *_gradients(call, saved, g), g, *saved.no_gradient
 
 
 _axpy.defvjp(_axpy_forward, _axpy_backward, symbolic_zeros=True)
@@ -118,19 +141,20 @@ _axpy.defvjp(_axpy_forward, _axpy_backward, symbolic_zeros=True)
 
 
 @differentiable
-def _scale(call: Call, dtype: Any, a: jax.Array, g: jax.Array) -> jax.Array:
-    (dx,) = _run(call, blocks.scale, a, (g,), outs=(dtype,))
+def _scale(call: Call, dtype: Any, a: jax.Array, g: jax.Array, *mask: jax.Array) -> jax.Array:
+    (dx,) = _run(call, blocks.scale, (a, *mask), (g,), outs=(dtype,))
     return dx
 
 
-def _scale_forward(call: Call, dtype: Any, a: Any, g: Any) -> tuple[jax.Array, Saved]:
-    return _scale(call, dtype, a.value, g.value), Saved.of(a, g)
+def _scale_forward(call: Call, dtype: Any, a: Any, g: Any, *mask: Any) -> tuple[jax.Array, Saved]:
+    masks = tuple(m.value for m in mask)
+    return _scale(call, dtype, a.value, g.value, *masks), Saved.of(a, g, masks)
 
 
-def _scale_backward(call: Call, dtype: Any, saved: Saved, u: Any) -> tuple[Any, Any]:
+def _scale_backward(call: Call, dtype: Any, saved: Saved, u: Any) -> tuple[Any, ...]:
     if isinstance(u, SymbolicZero):
-        return None, None
-    return _gradients(call, saved, u)
+        return None, None, *saved.no_gradient
+    return *_gradients(call, saved, u), *saved.no_gradient
 
 
 _scale.defvjp(_scale_forward, _scale_backward, symbolic_zeros=True)
@@ -140,18 +164,20 @@ _scale.defvjp(_scale_forward, _scale_backward, symbolic_zeros=True)
 
 
 @differentiable
-def _dot(call: Call, shape: tuple[int, ...], g: jax.Array, x: jax.Array) -> jax.Array:
-    (da,) = _run(call, blocks.dot, None, (g, x), total=shape)
+def _dot(call: Call, shape: tuple[int, ...], g: jax.Array, x: jax.Array, *mask: jax.Array) -> jax.Array:
+    (da,) = _run(call, blocks.dot, mask, (g, x), total=shape)
     return da
 
 
-def _dot_forward(call: Call, shape: tuple[int, ...], g: jax.Array, x: jax.Array) -> tuple[jax.Array, Any]:
-    return _dot(call, shape, g, x), (g, x)
+def _dot_forward(
+    call: Call, shape: tuple[int, ...], g: jax.Array, x: jax.Array, *mask: jax.Array
+) -> tuple[jax.Array, Any]:
+    return _dot(call, shape, g, x, *mask), (g, x, mask)
 
 
-def _dot_backward(call: Call, shape: tuple[int, ...], saved: Any, v: jax.Array) -> tuple[Any, Any]:
-    g, x = saved
-    return _scale(call, g.dtype, v, x), _scale(call, x.dtype, v, g)
+def _dot_backward(call: Call, shape: tuple[int, ...], saved: Any, v: jax.Array) -> tuple[Any, ...]:
+    g, x, mask = saved
+    return _scale(call, g.dtype, v, x, *mask), _scale(call, x.dtype, v, g, *mask), *(None for _ in mask)
 
 
 _dot.defvjp(_dot_forward, _dot_backward)
@@ -161,47 +187,58 @@ _dot.defvjp(_dot_forward, _dot_backward)
 
 
 @differentiable
-def _scale_and_dot(call: Call, dtype: Any, a: jax.Array, g: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    dx, da = _run(call, blocks.scale_and_dot, a, (g, x), outs=(dtype,), total=a.shape)
+def _scale_and_dot(
+    call: Call, dtype: Any, a: jax.Array, g: jax.Array, x: jax.Array, *mask: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    dx, da = _run(call, blocks.scale_and_dot, (a, *mask), (g, x), outs=(dtype,), total=a.shape)
     return dx, da
 
 
-def _scale_and_dot_forward(call: Call, dtype: Any, a: jax.Array, g: jax.Array, x: jax.Array) -> tuple[Any, Any]:
-    return _scale_and_dot(call, dtype, a, g, x), (a, g, x)
+def _scale_and_dot_forward(
+    call: Call, dtype: Any, a: jax.Array, g: jax.Array, x: jax.Array, *mask: jax.Array
+) -> tuple[Any, Any]:
+    return _scale_and_dot(call, dtype, a, g, x, *mask), (a, g, x, mask)
 
 
-def _scale_and_dot_backward(call: Call, dtype: Any, saved: Any, gradients: Any) -> tuple[Any, Any, Any]:
-    (a, g, x), (u, v) = saved, gradients
-    au, ug = _scale_and_dot(call, g.dtype, a, u, g)
-    return partitioning.like(ug, a), _axpy(call, True, v, x, au), _scale(call, x.dtype, v, g)
+def _scale_and_dot_backward(call: Call, dtype: Any, saved: Any, gradients: Any) -> tuple[Any, ...]:
+    (a, g, x, mask), (u, v) = saved, gradients
+    au, ug = _scale_and_dot(call, g.dtype, a, u, g, *mask)
+    dg, dx = _axpy(call, True, v, x, au, *mask), _scale(call, x.dtype, v, g, *mask)
+    return partitioning.like(ug, a), dg, dx, *(None for _ in mask)
 
 
 _scale_and_dot.defvjp(_scale_and_dot_forward, _scale_and_dot_backward)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["a", "x"], meta_fields=["dtype"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["a", "x", "mask"], meta_fields=["dtype"])
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """What the backward pass of a*x needs: x if a is differentiated, a and the dtype of dx if x is."""
+    """What the backward pass of a*x needs: x if a is differentiated, a and the dtype of dx if x is, the mask if any."""
 
     a: jax.Array
     x: jax.Array | None
+    mask: tuple[jax.Array, ...]
     dtype: Any
 
     @classmethod
-    def of(cls, a: Any, x: Any) -> Saved:
+    def of(cls, a: Any, x: Any, mask: tuple[jax.Array, ...]) -> Saved:
         """From the operands as `custom_vjp` hands them over: with `value` and `perturbed`."""
-        return cls(a.value, x.value if a.perturbed else None, x.value.dtype if x.perturbed else None)
+        return cls(a.value, x.value if a.perturbed else None, mask, x.value.dtype if x.perturbed else None)
+
+    @property
+    def no_gradient(self) -> tuple[None, ...]:
+        """The mask's."""
+        return (None,) * len(self.mask)
 
 
 def _gradients(call: Call, saved: Saved, g: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
     """da and dx, each None if nobody differentiates by it. da has a's dtype, dx has x's."""
-    a, x, dtype = saved.a, saved.x, saved.dtype
+    a, x, mask, dtype = saved.a, saved.x, saved.mask, saved.dtype
     da = dx = None
     if x is not None and dtype is not None:
-        dx, da = _scale_and_dot(call, dtype, a, g, x)
+        dx, da = _scale_and_dot(call, dtype, a, g, x, *mask)
     elif x is not None:
-        da = _dot(call, a.shape, g, x)
+        da = _dot(call, a.shape, g, x, *mask)
     elif dtype is not None:
-        dx = _scale(call, dtype, a, g)
+        dx = _scale(call, dtype, a, g, *mask)
     return None if da is None else partitioning.like(da, a), dx

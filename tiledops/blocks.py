@@ -1,12 +1,13 @@
 """What one block computes: pure jnp, float32 inside, written once.
 
 The kernels call these functions on a tile, the reference mode on the whole array. Each takes the coefficients (already
-broadcastable against the blocks) and the blocks, and returns the blocks to store and the block to sum, or None.
+broadcastable against the blocks) and the blocks, and returns the blocks to store and the block to sum, or None. Those
+of `axpy` take a mask as one coefficient more: where it is 0, x counts as absent, whatever it holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,28 +21,28 @@ Blocks = tuple[jax.Array, ...]
 
 def axpy(coefficients: Blocks, blocks: Blocks, *, exact: bool) -> tuple[Blocks, None]:
     """out = a*x + y."""
-    (a,), (x, y) = coefficients, blocks
-    return (multiply_add(a, x, y, exact=exact),), None
+    (a, *mask), (x, y) = coefficients, blocks
+    return (_kept(mask, multiply_add(a, x, y, exact=exact), y),), None
 
 
 def scale(coefficients: Blocks, blocks: Blocks, *, exact: bool) -> tuple[Blocks, None]:
     """out = a*g."""
-    (a,), (g,) = coefficients, blocks
+    (a, *mask), (g,) = coefficients, blocks
     # a*g + (-0.0) is a*g, the sign of a zero included.
-    return (multiply_add(a, g, jnp.float32(-0.0), exact=exact),), None
+    return (_kept(mask, multiply_add(a, g, jnp.float32(-0.0), exact=exact), jnp.float32(0.0)),), None
 
 
 def dot(coefficients: Blocks, blocks: Blocks, *, exact: bool) -> tuple[Blocks, jax.Array]:
     """sum of g*x."""
     g, x = blocks
-    return (), _f32(g) * _f32(x)
+    return (), _kept(coefficients, _f32(g) * _f32(x), jnp.float32(0.0))
 
 
 def scale_and_dot(coefficients: Blocks, blocks: Blocks, *, exact: bool) -> tuple[Blocks, jax.Array]:
     """out = a*g, and the sum of g*x: the backward pass of axpy in one pass over g and x."""
     g, _ = blocks
     outs, _ = scale(coefficients, (g,), exact=exact)
-    _, product = dot((), blocks, exact=exact)
+    _, product = dot(coefficients[1:], blocks, exact=exact)
     return outs, product
 
 
@@ -55,6 +56,11 @@ def checked_square(coefficients: Blocks, blocks: Blocks, *, exact: bool) -> tupl
     """sum of g*g + (g - g): as `square`, but NaN if any g is infinite too. Squares that overflow make it infinite."""
     (g,) = blocks
     return (), _f32(g) * _f32(g) + (_f32(g) - _f32(g))
+
+
+def _kept(mask: Sequence[jax.Array], value: jax.Array, otherwise: jax.Array) -> jax.Array:
+    """`otherwise` where there is a mask and it is 0. (A gain of 0 there would not do: 0*nan is nan.)"""
+    return jnp.where(mask[0] != 0, value, _f32(otherwise)) if mask else value
 
 
 def multiply_add(a: jax.Array, x: jax.Array, y: jax.Array, *, exact: bool) -> jax.Array:

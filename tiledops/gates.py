@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tiledops import blocks, contract
-from tiledops.axpy import axpy
+from tiledops.axpy import axpy, axpy_where
 from tiledops.config import PipelineConfig
 
 Initializer = Callable[..., Any]
@@ -84,17 +84,21 @@ def add(
     While a model initialises, plain jnp does it: its values are hardly used, and no kernel is traced for them.
     """
     branch, residual = _operands(gain, branch, residual, dtype)
+    mask = None
     if drop is not None:
-        gain, branch = _dropped(drop, gain, branch)
+        mask, gain = _drawn(drop, gain, branch)
     if initializing:
         gain, branch, residual = contract.check_operands(gain, branch, residual)
-        return _plain(gain, branch, residual)
-    return axpy(gain, branch, residual, config=config, spec=spec)
+        return _plain((gain,) if mask is None else (gain, mask), branch, residual)
+    if mask is None:
+        return axpy(gain, branch, residual, config=config, spec=spec)
+    return axpy_where(mask, gain, branch, residual, config=config, spec=spec)
 
 
 @jax.jit
-def _plain(gain: jax.Array, branch: jax.Array, residual: jax.Array) -> jax.Array:
-    return blocks.multiply_add(gain, branch, residual, exact=False).astype(residual.dtype)
+def _plain(coefficients: tuple[jax.Array, ...], branch: jax.Array, residual: jax.Array) -> jax.Array:
+    (out,), _ = blocks.axpy(coefficients, (branch, residual), exact=False)
+    return out.astype(residual.dtype)
 
 
 def _operands(gain: Any, branch: Any, residual: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -146,22 +150,16 @@ class Drop(NamedTuple):
     per_example: bool
 
 
-def _dropped(drop: Drop, gain: Any, branch: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The gain and the branch of this step, so that gain*branch keeps its mean and a dropped branch leaves no trace.
-
-    A gain of 0 would not do: 0*nan is nan. So the dropped branch is replaced, in the pass that writes the branch, by
-    the zero of the gain's opposite sign: their product is -0.0, the one number that added to any other, to 0.0 and
-    -0.0 too, changes no bit.
-    """
+def _drawn(drop: Drop, gain: Any, branch: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The mask and the gain of this step: 1 where the branch is kept, and such that gain*branch keeps its mean."""
     if jnp.ndim(drop.rate):
         raise ValueError(f"rate must be one number for the whole layer; got shape {jnp.shape(drop.rate)}")
     gain, kept = jnp.asarray(gain, jnp.float32), 1.0 - drop.rate
     shape, sharding = _mask(branch, drop.per_example)
-    mask = jnp.asarray(False)  # without a key, every branch
+    mask = jnp.zeros(shape, out_sharding=sharding)  # without a key, every branch is dropped
     if drop.key is not None:
         mask = jax.random.bernoulli(drop.key, kept, shape, out_sharding=sharding)
-    zero = -jnp.copysign(jnp.float32(0.0), jax.lax.stop_gradient(gain)).astype(branch.dtype)
-    return gain / jnp.where(kept > 0.0, kept, 1.0).astype(gain.dtype), jnp.where(mask, branch, zero)
+    return mask.astype(jnp.float32), gain / jnp.where(kept > 0.0, kept, 1.0).astype(gain.dtype)
 
 
 def _mask(branch: jax.Array, per_example: bool) -> tuple[tuple[int, ...], NamedSharding]:
