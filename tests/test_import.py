@@ -1,14 +1,20 @@
-"""`import tiledops` is light."""
+"""`import tiledops` is light, and its files import one way."""
 
 from __future__ import annotations
 
+import ast
 import os
+import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
 
+import tiledops
+
 TRIES = 7
+PACKAGE = pathlib.Path(tiledops.__file__).parent
 
 
 def python(program: str, **environment: str) -> str:
@@ -22,6 +28,35 @@ def python(program: str, **environment: str) -> str:
     )
     assert run.returncode == 0, run.stderr
     return run.stdout.strip()
+
+
+def imports(path: pathlib.Path) -> set[str]:
+    """Modules that a file imports, those of the package by their own names."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            found |= (
+                {alias.name for alias in node.names} if module == "tiledops" else {module.removeprefix("tiledops.")}
+            )
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name.split(".")[0] for name in found}
+
+
+def test_files_import_their_own_row_and_those_below() -> None:
+    """By the map in the package's docstring, on which every file has its place."""
+    rows = [
+        re.split(r" {3,}", line.strip())[1].split() for line in tiledops.__doc__.splitlines() if line[:4] == " " * 4
+    ]
+    files = {path.stem: path for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
+    assert sorted(name for row in rows for name in row) == sorted(files)
+    beside = rows.pop()
+    allowed = {name: {*beside, "chips"} for name in beside}
+    allowed |= {name: set().union(*rows[i:]) for i, row in enumerate(rows) for name in row}
+    for name, path in files.items():
+        assert imports(path) & {*files} <= allowed[name], name
+        assert not imports(path) & {"flax", "optax"} or name in rows[0] + rows[1], name
 
 
 @pytest.mark.parametrize("name", ["flax", "optax", "libtpu", "matplotlib"])
