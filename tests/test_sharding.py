@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from programs import fresh
 
 import tiledops
+from tiledops import transforms
 
 # The simulator can stall where there are fewer cores than devices.
 pytestmark = pytest.mark.timeout(120)
@@ -124,6 +125,20 @@ def test_eagerly_beside_an_array_on_one_device(apart: str, mode: str) -> None:
     assert_right(results, *arrays)
     expected = jnp_axpy(*operands[:3])
     assert results[0].sharding.is_equivalent_to(expected.sharding, 2)
+
+
+@MODES
+def test_an_optimizers_step_eagerly(mode: str) -> None:
+    """The mesh in no context, and the hyperparameters on one device."""
+    w, b = values(SHAPE, (256,))
+    mesh = mesh_of(AxisType.Explicit)
+    params = dict(zip("wb", put(mesh, (BOTH, PartitionSpec("model")), (w, b)), strict=True))
+    optimizer = transforms.sgd(0.5, momentum=0.9)
+    with tiledops.use_config(mode=mode):
+        stepped, _ = optimizer.step(params, optimizer.init(params), params)
+    for name, value in (("w", w), ("b", b)):
+        np.testing.assert_array_equal(stepped[name], 0.5 * value)
+        assert stepped[name].sharding.is_equivalent_to(params[name].sharding, value.ndim)
 
 
 @MODES

@@ -52,7 +52,18 @@ class Call:
         self, operation: Operation, coefficients: tuple[jax.Array, ...], arrays: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
         """The arrays that the operation stores, then its float32 sum if it has one."""
-        return partitioning.per_shard(vectorized, operation, self.placement, coefficients, arrays)
+        traced = any(isinstance(x, jax.core.Tracer) for x in (*coefficients, *arrays))
+        return (_run if traced else _run_eagerly)(self, operation, coefficients, arrays)
+
+
+def _run(
+    call: Call, operation: Operation, coefficients: tuple[jax.Array, ...], arrays: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+    return partitioning.per_shard(vectorized, operation, call.placement, coefficients, arrays)
+
+
+# One program, as jnp's operations are: an array on a mesh meets one on a single device in `jit` alone.
+_run_eagerly = jax.jit(_run, static_argnums=(0, 1))
 
 
 @functools.cache
