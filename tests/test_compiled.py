@@ -117,9 +117,14 @@ LARGE = (8192, 8192)  # in float32 larger than VMEM, where XLA could hide a copy
 
 
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize(("shape", "dtype"), [(LARGE, F32), ((1001, 3001), BF16), ((5000,), F32)], ids=str)
-def test_donated_result_takes_the_buffer_of_y(shape, dtype, chip):
-    args = struct(()), struct(shape, dtype), struct(shape, dtype)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "gain"),
+    [(LARGE, F32, ()), ((1001, 3001), BF16, ()), ((5000,), F32, ()), ((1 << 24,), F32, (1 << 24,))],
+    ids=str,
+)
+def test_donated_result_takes_the_buffer_of_y(shape, dtype, gain, chip):
+    """With a gain that is one more stream too."""
+    args = struct(gain), struct(shape, dtype), struct(shape, dtype)
     donated = compiled.compile_for(tiledops.axpy, *args, chip=chip, donate_argnums=2)
     kept = compiled.compile_for(tiledops.axpy, *args, chip=chip)
     assert donated.donated_bytes == donated.output_bytes >= dtype.itemsize * math.prod(shape)

@@ -208,7 +208,7 @@ def _call(op: Operation, tile: Tile, resident: list[jax.Array], streams: list[ja
             *(_struct(like, total_shape, jnp.float32) for _ in totals),
         ],
         scratch_shapes=scratch,
-        input_output_aliases={len(resident) + i: out for i, out in op.aliases},
+        input_output_aliases={len(tile.places) + i: out for i, out in op.aliases},  # the arrays come last
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=((pltpu.PARALLEL,) + (pltpu.ARBITRARY,) * len(plan.order))[: len(grid)],
             vmem_limit_bytes=plan.vmem_limit_bytes,
