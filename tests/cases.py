@@ -80,7 +80,7 @@ _ROWS = (
     ("ones",            (1, 1, 9, 130), (8, 128),  F32,  F32,  "feature", F32,  "axes of one: nothing to step over"),
     ("vector",          (2500,),        (8, 128),  F32,  F32,  "scalar",  F32,  "rank 1 natively, blocks of 1024"),
     ("vector_feature",  (1300,),        (8, 128),  F32,  F32,  "feature", F32,  "a gain of x's shape: one more stream"),
-    ("vector_mixed",    (2500,),        (8, 128),  BF16, F32,  "feature", F32,  "that stream, and two of unlike dtypes"),
+    ("vector_mixed",    (2500,),        (8, 128),  BF16, F32,  "feature", F32,  "that stream, and two unlike in dtype"),
     ("vector_bf16",     (2500,),        (8, 128),  BF16, BF16, "scalar",  F32,  "blocks of 2048 bfloat16"),
     ("vector_slabs",    (100000,),      None,      F32,  F32,  "scalar",  F32,  "one block, in slabs and a rest"),
     ("short",           (7,),           None,      F32,  F32,  "scalar",  F32,  "less than a register"),

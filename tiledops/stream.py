@@ -85,9 +85,10 @@ def _streamed(op: Operation, coefficients: Any, arrays: Any) -> tuple[jax.Array,
     kept = place(view, kept_axes, op.chip)
     summed_here = op.total is not None and kept != STREAMED
     products = op.total is not None and kept == STREAMED
+    streamed = [c for c, place in zip(coefficients, places, strict=True) if place == STREAMED]
     plan = tiling.plan(
         view.shape,
-        tuple(x.dtype.itemsize for x in arrays) + (4,) * places.count(STREAMED),
+        tuple(x.dtype.itemsize for x in (*streamed, *arrays)),
         tuple(dtype.itemsize for dtype in op.outs) + (4,) * products,
         info=op.chip,
         config=op.config,
@@ -102,11 +103,7 @@ def _streamed(op: Operation, coefficients: Any, arrays: Any) -> tuple[jax.Array,
         for c, place in zip(coefficients, places, strict=True)
         if place != STREAMED
     ]
-    streams = [
-        view.of(jnp.broadcast_to(c, shape).astype(jnp.float32))
-        for c, place in zip(coefficients, places, strict=True)
-        if place == STREAMED
-    ]
+    streams = [view.of(jnp.broadcast_to(c, shape)) for c in streamed]
     results = _call(op, tile, resident, [*streams, *map(view.of, arrays)])
     outs = tuple(view.back(out, shape) for out in results[: len(op.outs)])
     if op.total is None:
