@@ -128,6 +128,17 @@ def test_eagerly_beside_an_array_on_one_device(apart: str, mode: str) -> None:
 
 
 @MODES
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eagerly"])
+def test_arrays_that_are_older_than_the_mesh(wrap: Any, mode: str) -> None:
+    """Their types name none; jnp takes them as they are."""
+    arrays = values((256,), SHAPE, SHAPE, SHAPE)
+    operands = [jnp.asarray(v) for v in arrays]
+    with jax.set_mesh(mesh_of(AxisType.Explicit)), tiledops.use_config(mode=mode, block=BLOCK):
+        results = wrap(differentiated(tiledops.axpy))(*operands)
+    assert_right(results, *arrays)
+
+
+@MODES
 def test_an_optimizers_step_eagerly(mode: str) -> None:
     """The mesh in no context, and the hyperparameters on one device."""
     w, b = values(SHAPE, (256,))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import glob
+import importlib.util
 import math
 import os
 import re
@@ -59,7 +60,7 @@ def topology_devices(topology: str) -> tuple[Any, ...]:
     try:
         described = topologies.get_topology_desc(platform="tpu", topology_name=HOSTS.get(topology, topology))
     except Exception as error:  # jaxlib raises its own types for both
-        if "libtpu" in str(error).lower() and "not" in str(error).lower() and ":" not in topology:
+        if importlib.util.find_spec("libtpu") is None:
             raise RuntimeError("compiling for TPU needs libtpu: pip install 'tiledops[test]'") from error
         raise ValueError(
             f"chip must be one of {', '.join(HOSTS)} or a topology such as 'v5e:4x4'; got {topology!r} ({error})"
@@ -230,7 +231,7 @@ def _instructions(computations: dict[str, list[str]], name: str, times: int) -> 
 def _kernel(instruction: Instruction, line: str) -> Kernel:
     own = dict(re.findall(r'"(block|vmem_bytes|cores)":"([\dx]+)"', line))
     return Kernel(
-        name=re.sub(r"\.\d+$", "", instruction.name),
+        name=re.sub(r"\.\d+(\.refs_\d+_)?$", "", instruction.name),
         instruction=instruction.name,
         block=tuple(map(int, own["block"].split("x"))) if "block" in own else (),
         vmem_bytes=int(own.get("vmem_bytes", 0)),

@@ -99,7 +99,8 @@ def by_type(operation: Operation, coefficients: Arrays, arrays: Arrays) -> tuple
     mesh = _mesh(arrays)
     placement = None
     if operation.mode != modes.REFERENCE and _names_of(mesh, AxisType.Explicit):
-        placement = Placement(mesh, next(s.spec for x in arrays if not (s := jax.typeof(x).sharding).mesh.empty))
+        types = (jax.typeof(x).sharding for x in arrays)  # an array that is older than the mesh knows of none
+        placement = Placement(mesh, next((s.spec for s in types if not s.mesh.empty), PartitionSpec()))
     return per_shard(lambda operation: functools.partial(stream, operation), operation, placement, coefficients, arrays)
 
 

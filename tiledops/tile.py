@@ -179,7 +179,8 @@ class Tile:
             vector = ref[...]
         else:
             vector = ref[pl.ds(pl.multiple_of(offset, LANES) if not isinstance(offset, int) else offset, extent)]
-        return vector[:, None] if place == rank - 2 else vector[None, :]
+        # Not every Mosaic turns a row of bfloat16 into a column.
+        return vector.astype(jnp.float32)[:, None] if place == rank - 2 else vector[None, :]
 
     def _leading(self, axis: int, at: Any, start: Any) -> tuple[Any, int | None]:
         """An index along a leading axis; and its bound, if the last tile hangs over it."""
