@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> bool:
             join(args)
             mesh = parallel.make_mesh(jax.devices(), args.mesh)
         parallel.check_fits(settings, mesh)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # the latter: no libtpu to compile with, no coordinator to join
         raise RunError(str(error)) from error
     tokens = settings.batch * settings.context
     say(f"preset {args.preset}: {settings.batch} windows of {settings.context} bytes a step; mesh {dict(mesh.shape)}")
