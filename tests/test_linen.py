@@ -1,5 +1,6 @@
 """The Linen layers against NumPy, Flax's own Dropout, and under each transform a plain module of the same variables."""
 
+import itertools
 import time
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tiledops
-from tiledops import compiled
+from tiledops import chips, compiled
 from tiledops.linen import Axpy, LayerScale, Residual, ReZero, StochasticDepth
 
 F32, BF16 = np.float32, ml_dtypes.bfloat16
@@ -273,10 +274,14 @@ def test_a_dropped_branch_leaves_no_trace(dtype, start, mode):
     oracle.assert_within(da, 2 * exact, 2 * tolerance)
 
 
-@pytest.mark.parametrize("features", [None, 1024])
-@pytest.mark.parametrize("learnable", [True, False])
-@pytest.mark.parametrize("per_example", [True, False])
-def test_dropping_takes_no_pass_of_its_own(per_example, learnable, features):
+@pytest.mark.parametrize(
+    ("per_example", "learnable", "features", "chip"),
+    [
+        *((*choice, "v5e") for choice in itertools.product([True, False], [True, False], [None, 1024])),
+        *((True, True, 1024, chip) for chip in chips.CHIPS if chip != "v5e"),
+    ],
+)
+def test_dropping_takes_no_pass_of_its_own(per_example, learnable, features, chip):
     """Of arrays too large for the chip's VMEM, in which XLA may otherwise hold one between two passes."""
     array = jax.ShapeDtypeStruct((65536, 1024), BF16)
     options = {"learnable": learnable, "features": features, "deterministic": False}
@@ -291,11 +296,11 @@ def test_dropping_takes_no_pass_of_its_own(per_example, learnable, features):
 
     operands = jax.ShapeDtypeStruct((2,), jnp.uint32), array, array, jnp.ones(features or ())
     with tiledops.use_config(mode="tpu"):
-        forwards = compiled.compile_for(forward, *operands, chip="v5e")
-        saved = compiled.lower_for(pullback, *operands, chip="v5e").out_info
-        backwards = compiled.compile_for(lambda pull, g: pull(g)[0], saved, array, chip="v5e")
+        forwards = compiled.compile_for(forward, *operands, chip=chip)
+        saved = compiled.lower_for(pullback, *operands, chip=chip).out_info
+        backwards = compiled.compile_for(lambda pull, g: pull(g)[0], saved, array, chip=chip)
         if learnable:
-            backwards = compiled.compile_for(lambda pull, g: pull(g)[::2], saved, array, chip="v5e")
+            backwards = compiled.compile_for(lambda pull, g: pull(g)[::2], saved, array, chip=chip)
     size = 2 * array.size
     for report, arrays in ((forwards, 3), (backwards, 3 if learnable else 2)):
         # And the mask, a float32 an example, its random bits and the gain.

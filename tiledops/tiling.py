@@ -42,7 +42,7 @@ SLAB_COLUMNS = 6 * LANES
 STREAMED = -1
 
 # The share of its memory that one vector may take: a gain and its gradient, twice buffered, then leave VMEM the rest of
-# what `tiling.VMEM_SHARE` leaves, and SMEM most of what it has.
+# what `VMEM_SHARE` leaves, and SMEM most of what it has.
 RESIDENT_SHARE = 1 / 16
 
 
