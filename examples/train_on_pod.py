@@ -39,27 +39,44 @@ def arguments() -> argparse.ArgumentParser:
     add("--learning-rate", type=float, help="the highest; default: the preset's")
     add("--drop", type=float, default=0.0, help="how often a branch is dropped (stochastic depth)")
     add("--seed", type=int, default=0)
-    add("--data", type=Path, help="folder of files to train on; default: the source of Python's standard library")
+    add("--data", type=folder, help="folder of files to train on; default: the source of Python's standard library")
     add("--mesh", type=mesh_shape, metavar="D,F,T", help="devices along data, fsdp and tensor; default: fsdp up to 16")
     add("--mode", choices=("tpu", "simulate", "reference"), help="default: tpu on a TPU, else reference, plain jnp")
-    add("--out", type=Path, default=Path("runs/pod"), help="folder for the first host's metrics, and traces")
-    add("--checkpoints", help="folder that every host sees; default: OUT/checkpoints")
+    add("--out", type=folder, default=Path("runs/pod"), help="folder for the first host's metrics, and traces")
+    add("--checkpoints", type=filled, help="folder that every host sees; default: OUT/checkpoints")
     add("--save-every", type=int, default=50, help="steps from one checkpoint to the next")
     add("--keep", type=int, default=3, help="checkpoints to keep")
     add("--patience", type=int, default=5, help="stop after so many steps in a row that are not finite")
     add("--profile", action="store_true", help="write a trace of three steps into OUT/profile")
-    add("--compile-only", metavar="TOPOLOGY", help="compile the step for a TPU that is not here, such as v5e:16x16")
-    add("--coordinator", help="host:port of process 0, where no pod provides it")
+    add("--compile-only", type=filled, metavar="TOPOLOGY", help="compile the step for an absent TPU, such as v5e:16x16")
+    add("--coordinator", type=address, help="host:port of process 0, where no pod provides it")
     add("--num-processes", type=int)
     add("--process-id", type=int)
     return parser
 
 
 def mesh_shape(text: str) -> tuple[int, int, int]:
-    shape = tuple(map(int, text.split(",")))
+    shape = tuple(int(number) if number.isdecimal() else 0 for number in text.split(","))
     if len(shape) != 3 or min(shape) < 1:
         raise argparse.ArgumentTypeError(f"must be three numbers of 1 or more, as 2,4,1; got {text!r}")
     return shape
+
+
+def filled(text: str) -> str:
+    if not text:  # a variable of the shell that is not set
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
+
+
+def folder(text: str) -> Path:
+    return Path(filled(text))
+
+
+def address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise argparse.ArgumentTypeError(f"must be host:port, as 10.0.0.2:1234; got {text!r}")
+    return text
 
 
 def settings_of(args: argparse.Namespace, text: data.Text) -> Settings:
@@ -99,8 +116,13 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     at_least(parser, args, least | {"batch": 2, "seed": 0})  # an axis of 1 has no sharding in its type
     if not 0 <= args.drop < 1:
         parser.error(f"--drop must be from 0 to less than 1; got {args.drop}")
-    if args.learning_rate is not None and not args.learning_rate > 0:
-        parser.error(f"--learning-rate must be more than 0; got {args.learning_rate}")
+    if args.learning_rate is not None and not 0 < args.learning_rate < 2.0**127:
+        parser.error(f"--learning-rate must be more than 0, and a float32; got {args.learning_rate}")
+    if args.compile_only and args.mode == "simulate":
+        parser.error("--mode simulate runs on this machine alone, and compiles for no TPU; take tpu or reference")
+    for name in ("seed", "steps"):
+        if getattr(args, name) >= 2**31:
+            parser.error(f"--{name} must be less than 2**31; got {getattr(args, name)}")
 
 
 def run(args: argparse.Namespace) -> bool:
@@ -118,23 +140,25 @@ def run(args: argparse.Namespace) -> bool:
         parallel.check_fits(settings, mesh)
     except (ValueError, RuntimeError) as error:  # the latter: no libtpu to compile with, no coordinator to join
         raise RunError(str(error)) from error
-    tokens = settings.batch * settings.context
     say(f"preset {args.preset}: {settings.batch} windows of {settings.context} bytes a step; mesh {dict(mesh.shape)}")
-    if args.compile_only:
-        for line in account.compile_only(settings, mesh).lines(tokens):
-            say(line)
-        return True
     mode = args.mode or ("tpu" if account.on_tpu(mesh) else "reference")
     with jax.set_mesh(mesh), tiledops.use_config(mode=mode) as config:
         try:
-            say(what_runs(config))
-        except RuntimeError as error:
+            runs = what_runs(config)
+        except (RuntimeError, ValueError) as error:  # a mode that cannot run here, or an environment that names no chip
             raise RunError(str(error)) from error
+        if args.compile_only:
+            for line in account.compile_only(settings, mesh).lines(settings.batch * settings.context):
+                say(line)
+            return True
+        say(runs)
         log = Log(args.out)
-        checkpoints = Checkpoints(str(args.checkpoints or (args.out / "checkpoints").absolute()), args.keep, say)
-        plan = loop.Plan(args.save_every, args.patience, args.out / "profile" if args.profile else None)
-        finished = loop.run(settings, mesh, text, checkpoints, log, plan)
-        checkpoints.close()
+        plan = loop.Plan(args.save_every, args.patience, log.folder("profile") if args.profile else None)
+        checkpoints = Checkpoints(args.checkpoints or str(args.out / "checkpoints"), args.keep, say)
+        try:
+            finished = loop.run(settings, mesh, text, checkpoints, log, plan)
+        finally:
+            checkpoints.close()  # what was begun is written, whatever ends the run
         say(f"metrics: {log.path}; checkpoints: {checkpoints.folder}")
     return finished
 
@@ -147,7 +171,7 @@ def main() -> int:
     try:
         return 0 if run(args) else 143  # 128 + SIGTERM: not done, start me again
     except RunError as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
+        parser.exit(2, f"{parser.prog}: error: {' '.join(str(error).split())}\n")
 
 
 if __name__ == "__main__":

@@ -125,6 +125,20 @@ def of(settings: Settings, mesh: Mesh, step: Any) -> Account:
     )
 
 
+def compile_step(settings: Settings, mesh: Mesh, lowered: Any) -> Any:
+    """The lowered step, compiled.
+
+    Raises:
+      RunError: it does not fit into the devices' memory.
+    """
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "Ran out of memory" not in str(error):
+            raise
+        raise RunError(f"{settings.preset} does not fit on {mesh.size} devices: {missing(str(error))}") from error
+
+
 def compile_only(settings: Settings, mesh: Mesh) -> Account:
     """Compiles a step for TPUs that need not be there.
 
@@ -134,12 +148,8 @@ def compile_only(settings: Settings, mesh: Mesh) -> Account:
     state = parallel.abstract(jax.eval_shape(functools.partial(training.new_state, settings)), mesh)
     batch = NamedSharding(mesh, parallel.BATCH)
     text = jax.ShapeDtypeStruct((settings.batch, settings.context + 1), jnp.int32, sharding=batch)
-    try:
-        result = of(settings, mesh, compiled.lower_for(training.train_step(settings), state, text).compile())
-    except jax.errors.JaxRuntimeError as error:
-        if "Ran out of memory" not in str(error):
-            raise
-        raise RunError(f"{settings.preset} does not fit on {mesh.size} devices: {missing(str(error))}") from error
+    lowered = compiled.lower_for(training.train_step(settings), state, text)
+    result = of(settings, mesh, compile_step(settings, mesh, lowered))
     if result.hbm_used > result.hbm_capacity:
         lacking = (result.hbm_used - result.hbm_capacity) / 1e9
         raise RunError(f"{settings.preset} does not fit on {mesh.size} devices: {lacking:.2f} GB a device are missing")

@@ -3,15 +3,20 @@
 Orbax writes while training goes on, each host its own part, into a folder that gets its name when all of it is there:
 what was interrupted is no checkpoint. Each also carries a checksum of every array, made on the devices from the bits
 that were to be saved, so that what a disk or a network changed since is never trained on.
+
+What is damaged is set aside; what is whole, and of something else, is left as it is and ends the run.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
+import json
 import logging
 import os
 import sys
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -32,22 +37,25 @@ class Checkpoints:
     """The last few states of a run, by the number of the step that made them.
 
     Args:
-      folder: that all hosts see. A `gs://` path too.
+      folder: that all hosts see. A `gs://` path too; a relative one is of the working directory.
       keep: how many.
       say: prints a line.
     """
 
     def __init__(self, folder: str, keep: int, say: Callable[[str], None]):
-        self.folder, self.say = epath.Path(folder), say
+        self.folder, self.keep, self.say = epath.Path(folder).expanduser().absolute(), keep, say
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for path in self.folder.iterdir():
                 if ".orbax-checkpoint-tmp" in path.name:
                     say(f"checkpoint {path.name} is half written: skipped")
-            options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
-            self.manager = ocp.CheckpointManager(self.folder, options=options)
+            self.manager = self._open()
         except OSError as error:
             raise RunError(f"--checkpoints {folder} cannot be written: {error.strerror or error}") from error
+
+    def _open(self) -> ocp.CheckpointManager:
+        options = ocp.CheckpointManagerOptions(max_to_keep=self.keep, cleanup_tmp_directories=True)
+        return ocp.CheckpointManager(self.folder, options=options)
 
     def save(self, step: int, state: State, settings: Settings) -> None:
         """Begins to save; the arrays may be given up when it returns.
@@ -55,7 +63,8 @@ class Checkpoints:
         Raises:
           RunError: this or an earlier checkpoint could not be written.
         """
-        about = {"settings": dataclasses.asdict(settings), "checksums": checksums(state)}
+        about = about_run(settings, state)
+        about["checksums"] = checksums(state) | {"about": about_checksum(about)}
         try:
             self.manager.save(
                 step, args=ocp.args.Composite(state=ocp.args.StandardSave(flat(state)), about=ocp.args.JsonSave(about))
@@ -84,7 +93,7 @@ class Checkpoints:
           like: the state's shapes, dtypes and shardings, which need not be those that it was saved with.
 
         Raises:
-          RunError: it is of a run with other settings.
+          RunError: it is of a run with other settings, of another model or program, or must not be read.
         """
         for step in sorted(self.manager.all_steps(), reverse=True):
             fault, state = self._read(step, settings, like)
@@ -95,43 +104,74 @@ class Checkpoints:
             if not fault:
                 self.say(f"checkpoint {step}: restored")
                 return step, state
-            self._set_aside(step)
-            self.say(f"checkpoint {step} is corrupt: {fault}; set aside as {step}.corrupt, skipped")
+            self.say(f"checkpoint {step} is corrupt: {fault}; set aside as {self._set_aside(step)}, skipped")
         return None
 
     def _read(self, step: int, settings: Settings, like: State) -> tuple[str, Any]:
         """What is wrong with a checkpoint, or "" and the state."""
         try:
+            inside = {path.name for path in (self.folder / str(step)).iterdir()}
+            if inside and not inside & {"state", "about"}:
+                raise RunError(f"{self.folder / str(step)} is of another program: give another --checkpoints")
             about = self.manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
-            saved, sums = about["settings"], about["checksums"]
+            sums = dict(about["checksums"])
+            if about_checksum(about) != sums.get("about"):
+                return "its settings are not what was saved", None
+            for what, now in about_run(settings, like).items():
+                refuse_others(f"the checkpoints in {self.folder} are of a run with other {what}", about[what], now)
+            restore = ocp.args.Composite(state=ocp.args.StandardRestore(flat(like)))
+            arrays = self.manager.restore(step, args=restore)["state"]
+        except RunError:
+            raise
         except Exception as error:  # whatever a damaged file makes of orbax
-            return reason(error), None
-        differing = [
-            f"{key} {saved.get(key)}, now {now}"
-            for key, now in dataclasses.asdict(settings).items()
-            if now != saved.get(key)
-        ]
-        if differing:
-            raise RunError(f"the checkpoints in {self.folder} are of a run with other settings: {'; '.join(differing)}")
-        try:
-            arrays = self.manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(flat(like))))[
-                "state"
-            ]
-        except Exception as error:  # as above
+            if reason(error) == os.strerror(errno.EACCES):
+                raise RunError(f"checkpoint {step} in {self.folder} cannot be read: {reason(error)}") from error
             return reason(error), None
         state = jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in flat(like)])
         wrong = [name for name, found in checksums(state).items() if found != sums.get(name)]
         return (f"{wrong[0]} is not what was saved" if wrong else ""), state
 
-    def _set_aside(self, step: int) -> None:
+    def _set_aside(self, step: int) -> str:
+        """The name that it has from now on."""
+        names = (f"{step}.corrupt{number or ''}" for number in itertools.count())
+        free = next(name for name in names if not (self.folder / name).exists())
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices(f"all know {free}")
         if jax.process_index() == 0:
-            (self.folder / str(step)).rename(self.folder / f"{step}.corrupt")
+            try:
+                (self.folder / str(step)).rename(self.folder / free)
+            except OSError as error:
+                raise RunError(f"checkpoint {step} in {self.folder} is corrupt, and cannot be renamed") from error
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices(f"set aside {step}")
-        self.manager.reload()
+        self.manager.close()
+        self.manager = self._open()  # it keeps in mind how what it found was laid out
+        return free
 
     def close(self) -> None:
-        self.manager.close()
+        """Waits as `finish` does, and as often as it is called."""
+        try:
+            self.finish()
+        finally:
+            self.manager.close()
+
+
+def about_run(settings: Settings, state: State) -> dict[str, dict[str, Any]]:
+    """What must be the same for a run to go on: its settings, and the dtypes and shapes of its arrays."""
+    arrays = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in flat(state).items()}
+    return {"settings": dataclasses.asdict(settings), "arrays": arrays}
+
+
+def about_checksum(about: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps([about["settings"], about["arrays"]], sort_keys=True).encode())
+
+
+def refuse_others(what: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises RunError with the first few entries that differ."""
+    names = [name for name in {**now, **saved} if now.get(name) != saved.get(name)]
+    if names:
+        shown = "; ".join(f"{name} {saved.get(name)}, now {now.get(name)}" for name in names[:8])
+        raise RunError(f"{what}: {shown}{f'; and {len(names) - 8} more' if names[8:] else ''}")
 
 
 def flat(state: State) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 import jax
 from console import progress
@@ -29,7 +29,6 @@ class Log:
 
     def __init__(self, folder: Path):
         self.path = folder / "metrics.jsonl"
-        self.file: TextIO | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with self.path.open("a"):
@@ -37,33 +36,53 @@ class Log:
         except OSError as error:
             raise RunError(f"--out {folder} cannot be written: {error.strerror}") from error
 
+    def folder(self, name: str) -> Path:
+        """One beside the file."""
+        path = self.path.with_name(name)
+        with self._writing(path):
+            path.mkdir(exist_ok=True)
+        return path
+
     @contextmanager
     def steps(self, done: int, steps: int) -> Iterator[Callable[[dict[str, Any]], None]]:
-        """Yields what logs a step's record: `step`, `loss`, `tokens_per_second`, `refused`, perhaps `share`."""
+        """Yields what logs a step's record: `step`, `loss`, `tokens_per_second`, `refused`, perhaps `share`.
+
+        Raises:
+          RunError: the file could not be written.
+        """
         if jax.process_index() != 0:
             yield lambda record: None
             return
         with self._continued(done) as file, progress("train", steps, done=done, lines=steps) as show:
 
             def log(record: dict[str, Any]) -> None:
-                file.write(json.dumps(record) + "\n")
+                with self._writing(self.path):
+                    file.write(json.dumps(record).encode() + b"\n")
                 share = f"  {record['share']:.0%} of the roofline" if "share" in record else ""
                 loss = math.nan if record["loss"] is None else record["loss"]
                 show(record["step"], f"loss {loss:.4f}  {record['tokens_per_second']:,.0f} tokens/s{share}")
 
             yield log
 
-    def _continued(self, done: int) -> TextIO:
+    def _continued(self, done: int) -> BinaryIO:
         """The file, open behind its record of step `done`."""
-        lines = [line for line in self.path.read_text().splitlines() if _step(line) <= done]
-        kept = self.path.with_suffix(".tmp")
-        kept.write_text("".join(line + "\n" for line in lines))
-        os.replace(kept, self.path)
-        return self.path.open("a", buffering=1)
+        with self._writing(self.path):
+            lines = [line for line in self.path.read_bytes().splitlines() if _step(line) <= done]
+            kept = self.path.with_suffix(".tmp")
+            kept.write_bytes(b"".join(line + b"\n" for line in lines))
+            os.replace(kept, self.path)
+            return self.path.open("ab", buffering=0)  # what could not be written is not tried again by a buffer
+
+    @contextmanager
+    def _writing(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def _step(line: str) -> float:
+def _step(line: bytes) -> float:
     try:
         return int(json.loads(line)["step"])
-    except ValueError:  # cut off in the middle
+    except (ValueError, TypeError, LookupError):  # cut off in the middle, or of something else
         return math.inf

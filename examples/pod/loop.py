@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from pod import RunError, account, data, parallel, training
-from pod.checkpoints import Checkpoints
+from pod.checkpoints import Checkpoints, reason
 from pod.log import Log, say
 from pod.presets import Settings
 
@@ -52,12 +52,13 @@ def run(settings: Settings, mesh: Mesh, text: data.Text, checkpoints: Checkpoint
         )
 
     start = time.perf_counter()
-    step = training.train_step(settings).lower(state, batch(done + 1)).compile()
+    step = account.compile_step(settings, mesh, training.train_step(settings).lower(state, batch(done + 1)))
     say(f"compiled in {time.perf_counter() - start:.1f} s")
     least = account.of(settings, mesh, step).least_seconds if account.on_tpu(mesh) else None
     leaves = [".".join(parallel.names(path)) for path, _ in jax.tree_util.tree_leaves_with_path(state.params)]
 
-    with log.steps(done, settings.steps) as record, stop_signal() as stopping:
+    numbers = range(done + 1, settings.steps + 1)
+    with log.steps(done, settings.steps) as record, stop_signal() as stopping, traced(plan.profile, numbers) as trace:
         before = time.perf_counter()
 
         def settle(number: int, metrics: training.Metrics) -> None:
@@ -78,8 +79,9 @@ def run(settings: Settings, mesh: Mesh, text: data.Text, checkpoints: Checkpoint
                 raise RunError(f"stopped at step {number}: {int(refused)} steps in a row were not finite")
 
         text_of_step = batch(done + 1)
-        for number in range(done + 1, settings.steps + 1):
-            with traced(plan.profile, number - done), jax.profiler.StepTraceAnnotation("train", step_num=number):
+        for number in numbers:
+            trace(number)
+            with jax.profiler.StepTraceAnnotation("train", step_num=number):
                 state, metrics = step(state, text_of_step)
                 text_of_step = batch(number + 1)  # read while the step runs
                 settle(number, metrics)
@@ -88,11 +90,11 @@ def run(settings: Settings, mesh: Mesh, text: data.Text, checkpoints: Checkpoint
                 checkpoints.save(number, state, settings)
                 before = time.perf_counter()
             if stop:
-                checkpoints.finish()
-                say(f"told to stop: step {number} is saved, and the same command goes on from there")
-                return False
-    checkpoints.finish()
-    return True
+                break
+        checkpoints.finish()  # while a signal to stop still waits for it
+    if number < settings.steps:
+        say(f"told to stop: step {number} is saved, and the same command goes on from there")
+    return number == settings.steps
 
 
 @contextlib.contextmanager
@@ -113,13 +115,29 @@ def stop_signal() -> Iterator[Callable[[int], bool]]:
 
 
 @contextlib.contextmanager
-def traced(folder: Path | None, nth: int) -> Iterator[None]:
-    """Around each step: writes a trace of the third to the fifth, in which XLA's operations have their names."""
-    if folder and nth == 3:
-        jax.profiler.start_trace(folder)
-    try:
-        yield
-    finally:
-        if folder and nth == 5:
-            jax.profiler.stop_trace()
-            say(f"trace of three steps: {folder}")
+def traced(folder: Path | None, steps: range) -> Iterator[Callable[[int], None]]:
+    """Yields `trace(step)`, called before each: writes a trace in which XLA's operations have their names.
+
+    It is of the third step to the fifth, earlier where fewer are left to take, and what there is of it where they end.
+    """
+    if not folder:
+        yield lambda step: None
+        return
+    first = steps[max(0, min(2, len(steps) - 3))]
+    with contextlib.ExitStack() as tracing:
+
+        def trace(step: int) -> None:
+            if step == first:
+                jax.profiler.start_trace(folder)
+                tracing.callback(write)
+            elif step == first + 3:
+                tracing.close()
+
+        def write() -> None:
+            try:
+                jax.profiler.stop_trace()
+            except (jax.errors.JaxRuntimeError, OSError) as error:
+                raise RunError(f"a trace cannot be written to {folder}: {reason(error)}") from error
+            say(f"trace: {folder}")
+
+        yield trace
