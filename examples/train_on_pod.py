@@ -47,7 +47,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--save-every", type=int, default=50, help="steps from one checkpoint to the next")
     add("--keep", type=int, default=3, help="checkpoints to keep")
     add("--patience", type=int, default=5, help="stop after so many steps in a row that are not finite")
-    add("--profile", action="store_true", help="write a trace of three steps into OUT/profile")
+    add("--profile", action="store_true", help="write a trace of three steps, or of those left, into OUT/profile")
     add("--compile-only", type=filled, metavar="TOPOLOGY", help="compile the step for an absent TPU, such as v5e:16x16")
     add("--coordinator", type=address, help="host:port of process 0, where no pod provides it")
     add("--num-processes", type=int)

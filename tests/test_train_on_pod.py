@@ -20,6 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from pod import account, data, loop, parallel, presets, training
 from pod.checkpoints import Checkpoints, checksums, reason
+from pod.log import Log
 
 import tiledops
 from tiledops import transforms
@@ -248,6 +249,13 @@ def forget(folder: Path) -> None:
     (folder / "about" / "metadata").write_text("{")
 
 
+def reseed(folder: Path) -> None:
+    about = (folder / "about" / "metadata").read_text()
+    changed = about.replace('"seed": 0', '"seed": 7')
+    assert changed != about
+    (folder / "about" / "metadata").write_text(changed)
+
+
 def swap(folder: Path) -> None:
     """Whole and readable, and not what was saved: only the checksum tells."""
     about = json.loads((folder / "about" / "metadata").read_text())
@@ -258,7 +266,7 @@ def swap(folder: Path) -> None:
 # Of a restore that failed, orbax leaves coroutines behind (0.12.8, 2026-12-02). They are collected here: a later test
 # would take their complaint for its own.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("damage", [truncate, flip, remove, forget, swap])
+@pytest.mark.parametrize("damage", [truncate, flip, remove, forget, reseed, swap])
 def test_a_corrupt_checkpoint_is_skipped(damage: Any, tmp_path: Path) -> None:
     mesh = mesh_of(1, 2, 1)
     saved(tmp_path, mesh)
@@ -288,6 +296,53 @@ def test_a_run_with_other_settings_is_refused(tmp_path: Path) -> None:
         restored(tmp_path, mesh_of(1, 2, 1), TINY.__class__(**{**vars(TINY), "seed": 1}))
 
 
+def test_a_run_of_another_model_is_refused(tmp_path: Path) -> None:
+    """Settings alike, arrays not: the model was edited, and the checkpoint is good."""
+    mesh = mesh_of(1, 2, 1)
+    saved(tmp_path, mesh)
+    like = parallel.abstract(small_state(mesh, 0), mesh)
+    like.params["up"]["bias"] = like.params["up"].pop("kernel")
+    checkpoints = Checkpoints(str(tmp_path), 2, print)
+    with pytest.raises(
+        train_on_pod.RunError, match=r"with other arrays: params\.up\.bias None, now float32\[64, 256\]"
+    ):
+        checkpoints.restore(TINY, like)
+    checkpoints.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as above
+def test_a_checkpoint_of_another_program_is_left_alone(tmp_path: Path) -> None:
+    theirs = tmp_path / "7" / "default"
+    theirs.mkdir(parents=True)
+    (theirs / "weights").write_text("theirs")
+    with pytest.raises(train_on_pod.RunError, match=r"7 is of another program: give another --checkpoints$"):
+        restored(tmp_path, mesh_of(1, 1, 1))
+    assert (theirs / "weights").read_text() == "theirs"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as above
+def test_what_was_set_aside_stays(tmp_path: Path) -> None:
+    """The same step corrupt again: neither takes the other's place."""
+    mesh = mesh_of(1, 2, 1)
+    for name in ("2.corrupt", "2.corrupt1"):
+        saved(tmp_path, mesh)
+        remove(tmp_path / "2")
+        _, said = restored(tmp_path, mesh)
+        assert said[0].endswith(f"; set aside as {name}, skipped")
+        assert (tmp_path / name).is_dir()
+    gc.collect()
+
+
+def test_a_relative_folder_is_of_the_working_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    saved(Path("here"), mesh_of(1, 1, 1))
+    saved(Path("~/there"), mesh_of(1, 1, 1))
+    assert restored(tmp_path / "here", mesh_of(1, 1, 1))[0][0] == 2
+    assert restored(tmp_path / "home" / "there", mesh_of(1, 1, 1))[0][0] == 2
+
+
 def test_checksums_see_one_bit_and_the_place_and_not_the_mesh() -> None:
     def checksum(state: training.State) -> dict[str, int]:
         return checksums(state)
@@ -312,6 +367,25 @@ def test_reasons_are_short() -> None:
     assert reason(ValueError("\n  first\nsecond")) == "first"
     assert len(reason(ValueError("x" * 1000))) == 203
     assert reason(KeyError()) == "KeyError"
+
+
+# The log
+
+
+def test_what_else_is_in_the_metrics_file_is_dropped(tmp_path: Path) -> None:
+    kept = b'{"step": 1}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(kept + b'null\n[1]\n{}\n{"step": null}\n\xff\xfe\n{"step": 2}\n{"st')
+    with Log(tmp_path).steps(1, 2) as record:
+        record({"step": 2, "loss": 1.0, "tokens_per_second": 1.0, "refused": 0})
+    first, second = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    assert (first, json.loads(second)["loss"]) == (kept, 1.0)
+
+
+def test_a_metrics_file_that_cannot_be_written_ends_in_one_line(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    (tmp_path / "metrics.tmp").mkdir()
+    with pytest.raises(train_on_pod.RunError, match=r"metrics\.jsonl cannot be written: Is a directory$"):
+        log.steps(0, 2).__enter__()
 
 
 # The whole
@@ -355,15 +429,20 @@ def test_a_run_that_diverges_stops(monkeypatch: pytest.MonkeyPatch, capsys: Any,
         (("--steps", "0"), "--steps must be 1 or more; got 0"),
         (("--batch", "1"), "--batch must be 2 or more; got 1"),
         (("--drop", "1"), "--drop must be from 0 to less than 1; got 1.0"),
-        (("--learning-rate", "-1"), "--learning-rate must be more than 0; got -1.0"),
+        (("--learning-rate", "-1"), "--learning-rate must be more than 0, and a float32; got -1.0"),
+        (("--learning-rate", "inf"), "--learning-rate must be more than 0, and a float32; got inf"),
+        (("--seed", "2147483648"), "--seed must be less than 2**31; got 2147483648"),
         (("--preset", "2b"), "argument --preset: invalid choice: '2b'"),
         (("--mesh", "2,4"), "argument --mesh: must be three numbers of 1 or more, as 2,4,1; got '2,4'"),
+        (("--mesh", "2,,1"), "argument --mesh: must be three numbers of 1 or more, as 2,4,1; got '2,,1'"),
         (("--mesh", "2,2,1"), "--mesh 2,2,1 is of 4 devices, and there are 8"),
         (("--mesh", "1,1,8"), "the heads of preset tiny, 4 must be a multiple of the mesh's tensor, 8"),
         (("--batch", "12"), "--batch 12 must be a multiple of the mesh's data*fsdp, 8"),
         (("--context", "1000000000"), "--context 1000000000 must be less than the text, of "),
         (("--mode", "tpu"), "mode tpu runs on a TPU alone; JAX has cpu here. Use simulate or reference"),
         (("--data", "missing"), "--data missing cannot be read: No such file or directory"),
+        (("--data", ""), "argument --data: must not be empty"),
+        (("--checkpoints", ""), "argument --checkpoints: must not be empty"),
         (("--data", "file"), "--data file cannot be read: Not a directory"),
         (("--out", "file/folder"), "--out file/folder cannot be written: Not a directory"),
         (
@@ -371,6 +450,13 @@ def test_a_run_that_diverges_stops(monkeypatch: pytest.MonkeyPatch, capsys: Any,
             "--checkpoints file/folder cannot be written: Not a directory",
         ),
         (("--process-id", "0"), "--coordinator, --num-processes and --process-id go together"),
+        (("--coordinator", "a:b:c"), "argument --coordinator: must be host:port, as 10.0.0.2:1234; got 'a:b:c'"),
+        (("--coordinator", "host:0"), "argument --coordinator: must be host:port, as 10.0.0.2:1234; got 'host:0'"),
+        (("--compile-only", ""), "argument --compile-only: must not be empty"),
+        (
+            ("--compile-only", "v5e:2x2", "--mode", "simulate"),
+            "--mode simulate runs on this machine alone, and compiles for no TPU; take tpu or reference",
+        ),
         (("--compile-only", "v5e:3x7"), "chip must be one of v4, v5e, v5p, v6e, tpu7x or a topology"),
     ],
 )
@@ -387,11 +473,25 @@ def test_refuses_in_one_line(
     assert "missing" not in os.listdir()
 
 
-def test_a_trace_is_of_three_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("first", "last", "expected"),
+    [
+        (1, 7, [1, 2, Path("trace"), 3, 4, 5, "stop", 6, 7]),
+        (11, 15, [11, 12, Path("trace"), 13, 14, 15, "stop"]),
+        (1, 4, [1, Path("trace"), 2, 3, 4, "stop"]),
+        (60, 60, [Path("trace"), 60, "stop"]),
+    ],
+)
+def test_a_trace_is_of_three_steps_or_of_those_left(
+    first: int, last: int, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(jax.profiler, "start_trace", calls.append)
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
-    for nth in range(1, 8):
-        with loop.traced(Path("trace"), nth), loop.traced(None, nth):
-            calls.append(nth)
-    assert calls == [1, 2, Path("trace"), 3, 4, 5, "stop", 6, 7]
+    steps = range(first, last + 1)
+    with loop.traced(Path("trace"), steps) as trace, loop.traced(None, steps) as none:
+        for step in steps:
+            none(step)
+            trace(step)
+            calls.append(step)
+    assert calls == expected
