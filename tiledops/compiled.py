@@ -145,6 +145,7 @@ class Report:
 
     Attributes:
       instructions: everything that runs at the top level or in a loop, but for what moves nothing (bitcasts, tuples).
+        Every branch of a conditional counts, as if all ran.
       kernels: the Mosaic kernels among them.
       extra: the copies, pads, slices, transposes and reshapes that XLA runs as operations of their own. A copy of less
         than a tile (4 KiB), such as a scalar's to SMEM, and a prefetch into VMEM, which moves no byte of HBM twice,
@@ -173,6 +174,7 @@ class Report:
 _MOVES_NOTHING = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "partition-id"}
 _EXTRA = {"copy", "pad", "slice", "transpose", "reshape", "dynamic-slice", "concatenate"}
 _TILE_BYTES = 4096
+_KERNEL = "tpu_custom_call"
 
 
 def read_report(text: str, memory: Any = None) -> Report:
@@ -186,7 +188,7 @@ def read_report(text: str, memory: Any = None) -> Report:
     )
     return Report(
         instructions=instructions,
-        kernels=tuple(_kernel(instruction, line) for instruction, line in listed if "tpu_custom_call" in line),
+        kernels=tuple(_kernel(instruction, line) for instruction, line in listed if _KERNEL in line),
         extra=extra,
         collectives=collectives.read(computations, entry, _devices(text)),
         hbm_read=sum(i.read * i.times for i in instructions),
@@ -216,6 +218,16 @@ def _instructions(computations: dict[str, list[str]], name: str, times: int) -> 
             trips = hlo.trips(computations, line) if match["opcode"] == "while" else 1
             yield from _instructions(computations, called[1], times * trips)
             continue
+        if match["opcode"] == "conditional":
+            for branch in hlo.branches(line):
+                yield from _instructions(computations, branch, times)
+            continue
+        if match["opcode"] == "fusion" and called:
+            # A kernel that reads its part of a stack of arrays, or writes it, in place: the part is what moves.
+            kernels = [each for each in _instructions(computations, called[1], times) if _KERNEL in each[1]]
+            if kernels:
+                yield from kernels
+                continue
         operands = [shapes.get(operand, "") for operand in re.findall(r"%([\w.\-]+)", match["operands"])]
         read, written = sum(map(hlo.hbm_bytes, operands)), hlo.hbm_bytes(match["shape"])
         if match["opcode"].endswith("-done"):

@@ -44,6 +44,12 @@ def trips(computations: dict[str, list[str]], line: str) -> int:
     return int(numbers[0]) if len(numbers) == 1 and "direction=LT" in body else 1
 
 
+def branches(line: str) -> list[str]:
+    """The computations that a conditional chooses from."""
+    listed = re.search(r"branch_computations=\{([^}]*)\}", line)
+    return re.findall(r"%([\w.\-]+)", listed[1]) if listed else re.findall(r"_computation=%([\w.\-]+)", line)
+
+
 def hbm_bytes(shape: str) -> int:
     """Bytes of an array or a tuple of them in HBM, padded to its tiles; what lies in VMEM or SMEM is none."""
     arrays = [match for match in ARRAY.finditer(shape) if "S(" not in (match["tiling"] or "")]
