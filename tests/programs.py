@@ -30,6 +30,9 @@ def _calls(program: Any) -> Iterator[dict[str, Any]]:
         if equation.primitive.name == "pallas_call":
             yield equation.params
             continue
+        if equation.primitive.name == "tiledops_in_place":  # the kernel of its lowering
+            yield from _calls(jax.make_jaxpr(equation.params["kernel"](()))(*(v.aval for v in equation.invars)))
+            continue
         for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program):
             if _is_program(inner):
                 yield from _calls(inner)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import BF16, BY_NAME, F32, Case
-from programs import fresh
+from programs import fresh, kernels
 
 import tiledops
 from tiledops.axpy import axpy_where
@@ -161,6 +162,41 @@ def test_hessian_vector_products_by_subset(argnums: tuple[int, ...]) -> None:
 
     with tiledops.use_config(mode="reference"):
         assert_alike(second(tiledops.axpy), second(jnp_axpy))
+
+
+@pytest.mark.parametrize("inner", SUBSETS, ids=str)
+def test_a_second_derivative_computes_and_saves_what_is_asked_for(inner: tuple[int, ...]) -> None:
+    """Of da = sum g*x and dx = a*g, as far as they were asked for, by every subset of a, x, y and g."""
+    operands = tuple(map(jnp.asarray, BY_NAME["lesson"].operands()))
+    full = operands[1].shape
+    first = {(0,): ["dot"], (1,): ["scale"], (0, 1): ["scale_and_dot"]}.get(tuple(i for i in inner if i < 2), [])
+
+    def pulled(out: Any, pullback: Any) -> Any:
+        return pullback(out)
+
+    def gradients(*operands: Any) -> Any:
+        *given, g = operands
+        op = lambda *wanted: tiledops.axpy(*(wanted[inner.index(i)] if i in inner else given[i] for i in range(3)))  # noqa: E731
+        return jax.vjp(op, *(given[i] for i in inner))[1](g)
+
+    for outer in (s for n in (1, 2, 3, 4) for s in itertools.combinations(range(4), n)):
+
+        def pullback(outer: Any = outer) -> Any:
+            def of_wanted(*wanted: Any) -> Any:
+                return gradients(*(wanted[outer.index(i)] if i in outer else v for i, v in enumerate(operands)))
+
+            return jax.vjp(of_wanted, *(operands[i] for i in outer))
+
+        with tiledops.use_config(mode="tpu"):
+            traced = jax.make_jaxpr(lambda: pulled(*pullback()))()
+            saved = jax.make_jaxpr(lambda: pullback()[1])()
+        a, x, g = (i in outer for i in (0, 1, 3))
+        by_dx = ["scale_and_dot"] if a and g else ["dot"] * a + ["scale"] * g
+        by_da = ["scale"] * x + ["axpy" if 1 in inner else "scale"] * g  # v*x, or v*x + a*u, one kernel either way
+        second = [*(by_dx if 1 in inner else ()), *(by_da if 0 in inner else ())]
+        assert kernels(traced) == Counter(f"tiledops_{name}" for name in ("axpy", *first, *second)), outer
+        needs_g, needs_x = (1 in inner and a) or (0 in inner and x), 0 in inner and g
+        assert sum(v.aval.shape == full for v in set(saved.jaxpr.outvars)) == needs_g + needs_x, outer
 
 
 def test_a_hessian_vector_product_in_the_simulator() -> None:

@@ -169,18 +169,18 @@ def _dot(call: Call, shape: tuple[int, ...], g: jax.Array, x: jax.Array, *mask: 
     return da
 
 
-def _dot_forward(
-    call: Call, shape: tuple[int, ...], g: jax.Array, x: jax.Array, *mask: jax.Array
-) -> tuple[jax.Array, Any]:
-    return _dot(call, shape, g, x, *mask), (g, x, mask)
+def _dot_forward(call: Call, shape: tuple[int, ...], g: Any, x: Any, *mask: Any) -> tuple[jax.Array, Factors]:
+    masks = tuple(m.value for m in mask)
+    return _dot(call, shape, g.value, x.value, *masks), Factors.of(g, x, masks)
 
 
-def _dot_backward(call: Call, shape: tuple[int, ...], saved: Any, v: jax.Array) -> tuple[Any, ...]:
-    g, x, mask = saved
-    return _scale(call, g.dtype, v, x, *mask), _scale(call, x.dtype, v, g, *mask), *(None for _ in mask)
+def _dot_backward(call: Call, shape: tuple[int, ...], saved: Factors, v: Any) -> tuple[Any, ...]:
+    if isinstance(v, SymbolicZero):
+        return None, None, *saved.no_gradient
+    return saved.dg(call, v), saved.dx(call, v), *saved.no_gradient
 
 
-_dot.defvjp(_dot_forward, _dot_backward)
+_dot.defvjp(_dot_forward, _dot_backward, symbolic_zeros=True)
 
 
 # a*g and sum of g*x in one pass
@@ -195,19 +195,22 @@ def _scale_and_dot(
 
 
 def _scale_and_dot_forward(
-    call: Call, dtype: Any, a: jax.Array, g: jax.Array, x: jax.Array, *mask: jax.Array
-) -> tuple[Any, Any]:
-    return _scale_and_dot(call, dtype, a, g, x, *mask), (a, g, x, mask)
+    call: Call, dtype: Any, a: Any, g: Any, x: Any, *mask: Any
+) -> tuple[Any, tuple[Saved, Factors]]:
+    masks = tuple(m.value for m in mask)
+    saved = Saved.of(a, g, masks), Factors.of(g, x, masks)
+    return _scale_and_dot(call, dtype, a.value, g.value, x.value, *masks), saved
 
 
-def _scale_and_dot_backward(call: Call, dtype: Any, saved: Any, gradients: Any) -> tuple[Any, ...]:
-    (a, g, x, mask), (u, v) = saved, gradients
-    au, ug = _scale_and_dot(call, g.dtype, a, u, g, *mask)
-    dg, dx = _axpy(call, True, v, x, au, *mask), _scale(call, x.dtype, v, g, *mask)
-    return partitioning.like(ug, a), dg, dx, *(None for _ in mask)
+def _scale_and_dot_backward(call: Call, dtype: Any, saved: tuple[Saved, Factors], gradients: Any) -> tuple[Any, ...]:
+    (scaled, summed), (u, v) = saved, gradients
+    da, dg = (None, None) if isinstance(u, SymbolicZero) else _gradients(call, scaled, u)
+    if isinstance(v, SymbolicZero):
+        return da, dg, None, *scaled.no_gradient
+    return da, summed.dg(call, v, dg), summed.dx(call, v), *scaled.no_gradient
 
 
-_scale_and_dot.defvjp(_scale_and_dot_forward, _scale_and_dot_backward)
+_scale_and_dot.defvjp(_scale_and_dot_forward, _scale_and_dot_backward, symbolic_zeros=True)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["a", "x", "mask"], meta_fields=["dtype"])
@@ -229,6 +232,40 @@ class Saved:
     def no_gradient(self) -> tuple[None, ...]:
         """The mask's."""
         return (None,) * len(self.mask)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["g", "x", "mask"], meta_fields=["dtypes"])
+@dataclasses.dataclass(frozen=True)
+class Factors:
+    """What the backward pass of a sum of g*x needs: each of the two if the other is differentiated, and the mask."""
+
+    g: jax.Array | None
+    x: jax.Array | None
+    mask: tuple[jax.Array, ...]
+    dtypes: tuple[Any, Any]
+
+    @classmethod
+    def of(cls, g: Any, x: Any, mask: tuple[jax.Array, ...]) -> Factors:
+        """From the operands as `custom_vjp` hands them over."""
+        dtypes = g.value.dtype, x.value.dtype
+        return cls(g.value if x.perturbed else None, x.value if g.perturbed else None, mask, dtypes)
+
+    @property
+    def no_gradient(self) -> tuple[None, ...]:
+        """The mask's."""
+        return (None,) * len(self.mask)
+
+    def dg(self, call: Call, v: jax.Array, other: jax.Array | None = None) -> jax.Array | None:
+        """v*x, and what else there is of it, or None if nobody differentiates by g."""
+        if self.x is None:
+            return None
+        if other is None:
+            return _scale(call, self.dtypes[0], v, self.x, *self.mask)
+        return _axpy(call, True, v, self.x, other, *self.mask)
+
+    def dx(self, call: Call, v: jax.Array) -> jax.Array | None:
+        """v*g, or None if nobody differentiates by x."""
+        return None if self.g is None else _scale(call, self.dtypes[1], v, self.g, *self.mask)
 
 
 def _gradients(call: Call, saved: Saved, g: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
