@@ -65,6 +65,17 @@ def test_in_a_loop() -> None:
     assert (one.opcode, one.chips, one.times) == ("all-reduce", 4, 7)
 
 
+def test_on_a_core_of_their_own() -> None:
+    """TPU7x has its SparseCores do large sums, in computations that a thread of theirs runs."""
+    mesh = Mesh(np.array(compiled.topology_devices("tpu7x:2x2x1")), ("chip",), axis_types=(AxisType.Auto,))
+    x = jax.ShapeDtypeStruct((8192, 2048), jnp.bfloat16, sharding=NamedSharding(mesh, P("chip")))
+    gram = jax.shard_map(lambda x: jax.lax.psum(x.T @ x, "chip"), in_specs=P("chip"), out_specs=P(), check_vma=False)
+    lowered = compiled.lower_for(gram, x).compile().as_text() or ""
+    assert 'execution_thread="sparsecore"' in lowered
+    (one,) = compiled.read_report(lowered).collectives
+    assert (one.opcode, one.bytes, one.chips, one.times) == ("all-reduce", 2048 * 2048 * 2, 8, 1)
+
+
 ASYNCHRONOUS = """HloModule jit_step, is_scheduled=true, replica_count=1, num_partitions=16
 
 %start (p: bf16[8,128]) -> (bf16[8,128], bf16[32,128]) {

@@ -71,7 +71,8 @@ def _lines(computations: dict[str, list[str]], name: str, times: int) -> Iterato
     """Each line that runs, how often, and the computation that it is in."""
     for line in computations.get(name, ()):
         yield line, times, name
-        called = re.search(r"(?:body|calls)=%([\w.\-]+)", line) or re.search(r" call\(.*to_apply=%([\w.\-]+)", line)
+        # What else has a `to_apply` is a reduction, and that is its addition.
+        called = re.search(r"(?:(?:body|calls)=| call(?:-start)?\(.*to_apply=)%([\w.\-]+)", line)
         if called:
             trips = hlo.trips(computations, line) if " while(" in line else 1
             yield from _lines(computations, called[1], times * trips)

@@ -24,7 +24,7 @@ def computations(text: str) -> Iterator[tuple[str, list[str]]]:
             entry, _, rest = line.partition("%")
             name = entry + re.split(r"[ (]", rest)[0]
             lines = []
-        elif line.rstrip() == "}" and name is not None:
+        elif re.match(r"\}(, |\s*$)", line) and name is not None:  # behind the brace, a thread of a core of its own
             yield name, lines
             name = None
         elif name is not None and re.match(r"\s+(ROOT )?%", line):
