@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import jax
@@ -9,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import io_callback
 from programs import kernels
 
 import tiledops
+from tiledops import compiled
 
 P = jax.checkpoint_policies
 HOST = {"offload_src": "device", "offload_dst": "pinned_host"}
@@ -53,25 +56,52 @@ def loss(op: Any, policy: Any = None, *, remat: bool = True) -> Any:
     return lambda *operands: (checkpointed(*operands) ** 2).sum()
 
 
+@pytest.mark.parametrize("mode", ["simulate", "tpu"])
 @pytest.mark.parametrize("name", POLICIES)
-def test_how_often_the_kernel_runs(name: str) -> None:
-    """Traced for TPU. (A simulated kernel has an effect, and JAX saves the results of such whatever the policy.)"""
+def test_how_often_the_kernel_runs(name: str, mode: str) -> None:
     policy, forwards = POLICIES[name]
-    with tiledops.use_config(mode="tpu"):
+    with tiledops.use_config(mode=mode):
         traced = jax.make_jaxpr(jax.grad(loss(tiledops.axpy, policy), (0, 1, 2)))(*operands())
     assert kernels(traced) == {"tiledops_axpy": forwards, "tiledops_scale_and_dot": 2}
 
 
-@pytest.mark.parametrize("mode", ["reference", "simulate"])
-@pytest.mark.parametrize("name", [name for name in POLICIES if "offload" not in name])  # a CPU has no other memory
-def test_the_same_gradients(name: str, mode: str) -> None:
-    policy, _ = POLICIES[name]
+@pytest.mark.parametrize("name", ["default", "only_these_names", "offload_names", "offload_dots"])
+def test_how_often_it_runs_once_compiled(name: str) -> None:
+    """XLA doesn't merge what is computed again with what was computed first."""
+    policy, forwards = POLICIES[name]
+    report = compiled.compile_for(jax.grad(loss(tiledops.axpy, policy), (0, 1, 2)), *operands())
+    assert Counter(kernel.name for kernel in report.kernels) == {"tiledops_axpy": forwards, "tiledops_scale_and_dot": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        (name, mode)
+        for name in POLICIES
+        for mode in ("reference", "simulate")
+        if (mode, name[:3]) != ("simulate", "off")
+    ],
+)
+def test_the_same_gradients(name: str, mode: str, detectors: list[Any]) -> None:
+    policy, forwards = POLICIES[name]
     with tiledops.use_config(mode=mode, block=(8, 128)):
         got = jax.jit(jax.grad(loss(tiledops.axpy, policy), (0, 1, 2)))(*operands())
     expected = jax.grad(loss(lambda a, x, y: a * x + y, remat=False), (0, 1, 2))(*operands())
     for d, other in zip(got, expected, strict=True):
         # Through two matmuls and two sums, of 130 and 1170 terms: reassociated at 20 ulp of the largest entry
         np.testing.assert_allclose(d, other, rtol=0, atol=2e-5 * float(jnp.abs(other).max()))
+    assert len(detectors) == (forwards + 2 if mode == "simulate" else 0)
+
+
+def test_jax_offloads_nothing_beside_an_ordered_effect() -> None:
+    """So that the simulator, which has one, has to leave such policies to the other modes."""
+
+    def beside(x: Any) -> Any:
+        io_callback(lambda: None, None, ordered=True)
+        return jax.device_put(x, jax.memory.Space.Host)
+
+    with pytest.raises(ValueError, match="safe_zip"):
+        jax.jit(beside)(jnp.ones(4))
 
 
 @pytest.mark.parametrize("mode", ["reference", "simulate"])

@@ -19,6 +19,8 @@ import jax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
+from tiledops import simulator
+
 
 class differentiable:  # noqa: N801  a decorator, spelled as JAX's are
     """A `jax.custom_vjp` function of two static arguments and arrays."""
@@ -107,3 +109,4 @@ def _lowering(context: Any, *operands: Any, function: Any, program: Any) -> Any:
 ad.primitive_jvps[_call] = _differentiated
 batching.fancy_primitive_batchers[_call] = _batched
 mlir.register_lowering(_call, _lowering, cacheable=False)  # that it stays in sight which operands the program gives up
+simulator.rematerialize(_call)

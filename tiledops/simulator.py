@@ -183,6 +183,27 @@ def _device_axes(names: frozenset[Any]) -> Iterator[None]:
 mlir.register_lowering(_simulated, _lowering)
 
 
+def rematerialize(primitive: Any) -> None:
+    """Lets `jax.checkpoint` run a primitive again where its policy doesn't save the results, as on TPU. Left to itself
+    it saves those of whatever has an effect."""
+    partial_eval.partial_eval_jaxpr_custom_rules[primitive] = _by_policy
+
+
+def _by_policy(policy: Any, unknown: Any, there: Any, equation: Any) -> tuple[Any, Any, list[bool], list[bool], Any]:
+    """What is computed now, what later, of which results nothing is known now, which are there later, from what."""
+    no, yes = ([value] * len(equation.outvars) for value in (False, True))
+    needed = [v for v, is_there in zip(equation.invars, there, strict=True) if isinstance(v, core.Var) and not is_there]
+    if any(unknown):
+        return None, equation, yes, yes, needed
+    decision = policy(equation.primitive, *(v.aval for v in equation.invars), **equation.params)
+    if isinstance(partial_eval.ensure_enum(decision), partial_eval.RecomputeType):
+        return equation, equation, no, yes, needed
+    return equation, None, no, no, []
+
+
+rematerialize(_simulated)
+
+
 def forget_failure() -> None:
     """Lets a thread simulate again after a kernel failed.
 
