@@ -13,7 +13,7 @@ from cases import BY_NAME, Case
 from programs import fresh
 
 import tiledops
-from tiledops import chips
+from tiledops import chips, compiled
 
 MODES = pytest.mark.parametrize("mode", ["reference", "simulate"])
 SETTINGS = {
@@ -29,16 +29,17 @@ SETTINGS = {
 }
 
 
-def check(case: Case, mode: str) -> None:
+def differentiated(a: Any, x: Any, y: Any, g: Any) -> Any:
+    out, pullback = jax.vjp(tiledops.axpy, a, x, y)
+    return out, *pullback(g)
+
+
+def check(case: Case, mode: str) -> Any:
     """Result and gradients, eagerly and jitted."""
     a, x, y, g = case.operands()
 
-    def differentiated(a: Any, x: Any, y: Any, g: Any) -> Any:
-        out, pullback = jax.vjp(tiledops.axpy, a, x, y)
-        return out, *pullback(g)
-
     with tiledops.use_config(mode=mode, block=case.block):
-        for f in (differentiated, jax.jit(differentiated)):
+        for f in (differentiated, fresh(differentiated)):
             yield f(*map(jnp.asarray, (a, x, y, g)))
 
 
@@ -71,6 +72,20 @@ def test_every_setting_in_the_simulator(name: str, setting: str) -> None:
     with SETTINGS[setting]():
         results = list(check(case, "simulate"))
     verify(case, results)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_setting_compiled_for_tpu(setting: str) -> None:
+    """The kernels are what they are without, and so is what XLA made of the rest: nothing in 64 bits, no copy.
+    (`disable_jit` leaves in the names of what is compiled by which transformations it came about.)"""
+    structs = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in BY_NAME["merged_feature"].operands()]
+    plain = compiled.compile_for(fresh(differentiated), *structs)
+    with SETTINGS[setting]():
+        report = compiled.compile_for(fresh(differentiated), *structs)
+    for kernel, name in zip(report.kernels, ("tiledops_axpy", "tiledops_scale_and_dot"), strict=True):
+        assert name in kernel.name
+    assert (report.extra, report.hbm_bytes) == (plain.extra, plain.hbm_bytes)
+    assert [kernel.block for kernel in report.kernels] == [kernel.block for kernel in plain.kernels]
 
 
 def test_the_simulator_without_jit() -> None:

@@ -201,9 +201,6 @@ def _by_policy(policy: Any, unknown: Any, there: Any, equation: Any) -> tuple[An
     return equation, None, no, no, []
 
 
-rematerialize(_simulated)
-
-
 def forget_failure() -> None:
     """Lets a thread simulate again after a kernel failed.
 
