@@ -11,6 +11,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import BF16, BY_NAME, CASES, F32, Case
+from programs import kernels
 
 import tiledops
 from tiledops import chips
@@ -188,19 +189,6 @@ def _pullback(argnums: tuple[int, ...]) -> tuple[Any, jax.Array]:
     with tiledops.use_config(mode="simulate"):
         _, pullback = jax.vjp(of_wanted, *(operands[i] for i in argnums))
     return pullback, operands[2]
-
-
-def kernels(jaxpr: Any) -> Counter[str]:
-    """The names of the kernels of a program, its inner programs' too."""
-    found: Counter[str] = Counter()
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "pallas_call":
-            found[equation.params["name"]] += 1
-        else:
-            for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
-                if hasattr(inner, "eqns"):
-                    found += kernels(inner)
-    return found
 
 
 def test_an_unused_gradient_is_zero() -> None:

@@ -46,6 +46,24 @@ def test_the_simulator_is_compiled_once(name: str) -> None:
     assert op._cache_size() == 1
 
 
+@pytest.mark.parametrize("gain", ["number", "feature", "example"])
+def test_a_gain_is_an_operand_of_the_program_for_tpu(gain: str) -> None:
+    """Of one program, whatever its value: traced once, and lowered to the same text."""
+    of_shape = {"number": (), "feature": (130,), "example": (9, 1)}[gain]
+    traces, x = [], jax.ShapeDtypeStruct((9, 130), jnp.float32)
+
+    @jax.jit
+    def differentiated(a: Any, x: Any) -> Any:
+        traces.append(a)
+        return jax.value_and_grad(lambda a, x: tiledops.axpy(a, x, x).sum(), (0, 1))(a, x)
+
+    values = (0.5, -2.0) if gain == "number" else (np.full(of_shape, v, np.float32) for v in (0.5, -2.0))
+    with tiledops.use_config(mode="tpu"):
+        one, other = (differentiated.trace(value, x).lower(lowering_platforms=("tpu",)).as_text() for value in values)
+    assert len(traces) == 1
+    assert one == other
+
+
 def test_numbers_share_one_program() -> None:
     x = jnp.ones((3, 5))
     op = fresh(tiledops.axpy)

@@ -13,6 +13,7 @@ import pytest
 from programs import kernels
 
 import tiledops
+from tiledops import compiled
 
 SIZE = 3
 SHAPE = (5, 7)
@@ -61,7 +62,7 @@ def test_any_subset_along_any_axis(kind: str, axes: tuple[int | None, ...]) -> N
     check(GAINS[kind][0], axes, mode="reference")
 
 
-@pytest.mark.parametrize(
+KINDS = pytest.mark.parametrize(
     ("kind", "axes"),
     [
         ("scalar", (None, 0, 0)),  # a gain of all, arrays one row of tiles an element
@@ -72,9 +73,25 @@ def test_any_subset_along_any_axis(kind: str, axes: tuple[int | None, ...]) -> N
     ],
     ids=str,
 )
+OF_KIND = {"scalar": (), "feature": (130,), "example": (9, 1)}
+
+
+@KINDS
 def test_in_the_simulator(kind: str, axes: tuple[int | None, ...]) -> None:
-    gain = {"scalar": (), "feature": (130,), "example": (9, 1)}[kind]
-    check(gain, axes, (9, 130), mode="simulate", block=(8, 128))
+    check(OF_KIND[kind], axes, (9, 130), mode="simulate", block=(8, 128))
+
+
+@KINDS
+@pytest.mark.parametrize("order", [1, 2])
+def test_compiled_for_tpu(kind: str, axes: tuple[int | None, ...], order: int) -> None:
+    """One kernel a batch, for the result and for the gradients; nested, with the outer axis last everywhere."""
+    shapes = [OF_KIND[kind], (9, 130), (9, 130)]
+    shapes = [s if axis is None else operand(s, axis).shape for s, axis in zip(shapes, axes, strict=True)]
+    mapped = jax.vmap(jax.value_and_grad(lambda *o: tiledops.axpy(*o).sum(), (0, 1, 2)), axes)
+    if order == 2:
+        shapes, mapped = [(*s, 4) for s in shapes], jax.vmap(mapped, -1, -1)
+    report = compiled.compile_for(mapped, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes), chip="v6e")
+    assert sorted(kernel.name for kernel in report.kernels) == ["tiledops_axpy", "tiledops_scale_and_dot"]
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, -1])
