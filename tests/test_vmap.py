@@ -160,6 +160,21 @@ def test_a_batch_is_one_kernel() -> None:
     assert kernels(traced) == {"tiledops_axpy": 1, "tiledops_scale_and_dot": 1}
 
 
+@pytest.mark.parametrize("mode", ["reference", "simulate", "tpu"])
+def test_what_is_not_mapped_is_computed_once(mode: str) -> None:
+    """In a batch of something else: one call for all, and its result is no batch, as `jax.hessian` counts on."""
+    a, x = jnp.float32(0.5), jnp.ones((9, 130))
+
+    def beside(z: Any) -> Any:
+        return z, jax.value_and_grad(lambda a: tiledops.axpy(a, x, x).sum())(a), tiledops.apply_updates(x, x)
+
+    with tiledops.use_config(mode=mode):
+        shapes = jax.eval_shape(jax.vmap(beside, out_axes=(0, None, None)), jnp.arange(3.0))
+        traced = jax.make_jaxpr(jax.hessian(lambda z: z**2 * tiledops.axpy(a, x, x).sum()))(2.0)
+    assert [s.shape for s in jax.tree.leaves(shapes)] == [(3,), (), (), (9, 130)]
+    assert kernels(traced) == ({} if mode == "reference" else {"tiledops_axpy": 1})
+
+
 def test_a_batch_of_one_and_a_name() -> None:
     x = operand(SHAPE, None)[None]
 

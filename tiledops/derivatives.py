@@ -98,6 +98,9 @@ def _differentiated(primals: Any, tangents: Any, *, function: Any, program: Any)
 
 
 def _batched(axis: Any, arrays: Any, axes: Any, *, function: Any, program: Any) -> tuple[Any, Any]:
+    if all(mapped is None for mapped in axes):  # one call for the whole batch
+        results = _call.bind(*arrays, function=function, program=program)
+        return results, [None] * len(results)
     results = jax.tree.leaves(_bind(_Mapped(function, tuple(axes), axis.size, axis.spmd_name), arrays))
     return results, [0] * len(results)
 
