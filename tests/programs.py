@@ -20,6 +20,22 @@ def kernels(program: Any) -> Counter[str]:
     return Counter(call["name"] for call in _calls(program))
 
 
+def of(argnums: tuple[int, ...], fn: Any, *operands: Any) -> tuple[Any, list[Any]]:
+    """`fn` as a function of some of its operands, the others fixed; and those operands."""
+
+    def of_wanted(*wanted: Any) -> Any:
+        given = dict(zip(argnums, wanted, strict=True))
+        return fn(*(given.get(i, operand) for i, operand in enumerate(operands)))
+
+    return of_wanted, [operands[i] for i in argnums]
+
+
+def saved(fn: Any, *operands: Any) -> list[int]:
+    """How many elements each array has that the forward pass hands to the backward pass, of an equation's each once."""
+    traced = jax.make_jaxpr(lambda *operands: jax.vjp(fn, *operands)[1])(*operands)
+    return sorted(v.aval.size for v in set(traced.jaxpr.outvars))
+
+
 def blocks(program: Any) -> list[str]:
     """The tile of each kernel of a jaxpr, as its metadata has it."""
     return [dict(call["metadata"])["block"] for call in _calls(program)]

@@ -11,7 +11,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import BF16, BY_NAME, CASES, F32, Case
-from programs import kernels
+from programs import kernels, of
 
 import tiledops
 from tiledops import chips
@@ -182,12 +182,9 @@ def test_a_fixed_gain_keeps_no_activation_under_jit() -> None:
 def _pullback(argnums: tuple[int, ...]) -> tuple[Any, jax.Array]:
     operands = [jnp.float32(0.5), jnp.ones((17, 257)), jnp.full((17, 257), 2.0)]
 
-    def of_wanted(*wanted: Any) -> Any:
-        given = dict(zip(argnums, wanted, strict=True))
-        return tiledops.axpy(*(given.get(i, operand) for i, operand in enumerate(operands)))
-
     with tiledops.use_config(mode="simulate"):
-        _, pullback = jax.vjp(of_wanted, *(operands[i] for i in argnums))
+        f, wanted = of(argnums, tiledops.axpy, *operands)
+        _, pullback = jax.vjp(f, *wanted)
     return pullback, operands[2]
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from programs import kernels
+from programs import kernels, saved
 
 import tiledops
 
@@ -122,3 +122,22 @@ def test_a_cond_under_vmap_runs_both_and_selects() -> None:
     with tiledops.use_config(mode="reference"):
         out = jax.vmap(lambda add, x, y: jax.lax.cond(add, lambda: tiledops.axpy(a, x, y), lambda: y))(add, x, y)
     oracle.assert_same_bits(out, np.where(add[:, None, None], oracle.axpy(a, x, y), y))
+
+
+LOOPS: dict[str, Any] = {
+    "a constant branch": lambda op: lambda a, x: jax.lax.scan(lambda y, _: (op(a, x, y), None), x, length=5)[0],
+    "a constant gain": lambda op: lambda a, x: jax.lax.scan(lambda y, _: (op(a, jnp.sin(y), y), None), x, length=5)[0],
+    "a fixed gain": lambda op: lambda a, x: jax.lax.scan(lambda y, _: (op(0.5, x, y), None), x, length=5)[0],
+    "cond": lambda op: lambda a, x: jax.lax.cond(a > 0, lambda: op(a, jnp.sin(x), x), lambda: x),
+    "cond, a fixed gain": lambda op: lambda a, x: jax.lax.cond(a > 0, lambda: op(0.5, x, x), lambda: x),
+}
+
+
+@pytest.mark.parametrize("mode", ["reference", "simulate", "tpu"])
+@pytest.mark.parametrize("name", LOOPS)
+def test_what_is_saved_across_a_loop_is_what_jnp_saves(name: str, mode: str) -> None:
+    """What is the same in every step is saved once."""
+    a, x = map(jnp.asarray, operands((), SHAPE))
+    with tiledops.use_config(mode=mode):
+        got = saved(LOOPS[name](tiledops.axpy), a, x)
+    assert got == saved(LOOPS[name](lambda a, x, y: a * x + y), a, x)

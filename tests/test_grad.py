@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import BF16, BY_NAME, F32, Case
-from programs import fresh, kernels
+from cases import BF16, BY_NAME, CASES, F32, Case
+from programs import fresh, kernels, of, saved
 
 import tiledops
 from tiledops.axpy import axpy_where
@@ -76,10 +76,8 @@ def test_pullbacks_of_one_jitted_function_by_different_operands(subsets: Any, mo
     jitted = fresh(tiledops.axpy)
 
     def pullback(argnums: tuple[int, ...]) -> Any:
-        def of_wanted(*wanted: Any) -> Any:
-            return jitted(*(wanted[argnums.index(i)] if i in argnums else v for i, v in enumerate(operands)))
-
-        return jax.vjp(of_wanted, *(operands[i] for i in argnums))[1]
+        f, wanted = of(argnums, jitted, *operands)
+        return jax.vjp(f, *wanted)[1]
 
     with tiledops.use_config(mode=mode):
         for argnums, gradients in [(s, pullback(s)) for s in subsets]:
@@ -108,6 +106,29 @@ def test_what_linearize_gives_transposes() -> None:
         out, linear = jax.linearize(tiledops.axpy, a, x, y)
         check(case, dict(enumerate(jax.linear_transpose(linear, a, x, y)(g))))
     oracle.assert_same_bits(out, oracle.axpy(*case.operands()[:3]))
+
+
+@pytest.mark.parametrize(
+    ("case", "mode"),
+    [
+        (case, mode)
+        for case in CASES
+        if {case.a, case.x, case.y} == {F32}  # of others jnp saves what it has converted
+        for mode in (["tpu", "reference", "simulate"] if case.name in ("lesson", "vector_feature") else ["tpu"])
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_what_is_not_asked_for_is_not_saved(case: Case, mode: str) -> None:
+    """What plain jnp saves and no more, by every subset: x for the gain's gradient, the gain for x's. And mapped."""
+    operands = [*map(jnp.asarray, case.operands()[:3])]
+    batches = [jnp.stack([v, v]) for v in operands]
+    for argnums in SUBSETS:
+        for values, wrap in ((operands, lambda op: op), (batches, jax.vmap)):
+            with tiledops.use_config(mode=mode, block=case.block):
+                f, wanted = of(argnums, wrap(tiledops.axpy), *values)
+                got = saved(f, *wanted)
+            f, wanted = of(argnums, wrap(jnp_axpy), *values)
+            assert got == saved(f, *wanted), argnums
 
 
 # Higher orders, where x = x(w), y = y(w): the same numbers as jnp's own to rounding, in float32
@@ -168,35 +189,27 @@ def test_hessian_vector_products_by_subset(argnums: tuple[int, ...]) -> None:
 def test_a_second_derivative_computes_and_saves_what_is_asked_for(inner: tuple[int, ...]) -> None:
     """Of da = sum g*x and dx = a*g, as far as they were asked for, by every subset of a, x, y and g."""
     operands = tuple(map(jnp.asarray, BY_NAME["lesson"].operands()))
-    full = operands[1].shape
     first = {(0,): ["dot"], (1,): ["scale"], (0, 1): ["scale_and_dot"]}.get(tuple(i for i in inner if i < 2), [])
 
     def pulled(out: Any, pullback: Any) -> Any:
         return pullback(out)
 
     def gradients(*operands: Any) -> Any:
-        *given, g = operands
-        op = lambda *wanted: tiledops.axpy(*(wanted[inner.index(i)] if i in inner else given[i] for i in range(3)))  # noqa: E731
-        return jax.vjp(op, *(given[i] for i in inner))[1](g)
+        f, wanted = of(inner, tiledops.axpy, *operands[:3])
+        return jax.vjp(f, *wanted)[1](operands[3])
 
     for outer in (s for n in (1, 2, 3, 4) for s in itertools.combinations(range(4), n)):
-
-        def pullback(outer: Any = outer) -> Any:
-            def of_wanted(*wanted: Any) -> Any:
-                return gradients(*(wanted[outer.index(i)] if i in outer else v for i, v in enumerate(operands)))
-
-            return jax.vjp(of_wanted, *(operands[i] for i in outer))
-
+        f, wanted = of(outer, gradients, *operands)
         with tiledops.use_config(mode="tpu"):
-            traced = jax.make_jaxpr(lambda: pulled(*pullback()))()
-            saved = jax.make_jaxpr(lambda: pullback()[1])()
+            traced = jax.make_jaxpr(lambda *wanted, f=f: pulled(*jax.vjp(f, *wanted)))(*wanted)
+            kept = saved(f, *wanted)
         a, x, g = (i in outer for i in (0, 1, 3))
         by_dx = ["scale_and_dot"] if a and g else ["dot"] * a + ["scale"] * g
         by_da = ["scale"] * x + ["axpy" if 1 in inner else "scale"] * g  # v*x, or v*x + a*u, one kernel either way
         second = [*(by_dx if 1 in inner else ()), *(by_da if 0 in inner else ())]
         assert kernels(traced) == Counter(f"tiledops_{name}" for name in ("axpy", *first, *second)), outer
         needs_g, needs_x = (1 in inner and a) or (0 in inner and x), 0 in inner and g
-        assert sum(v.aval.shape == full for v in set(saved.jaxpr.outvars)) == needs_g + needs_x, outer
+        assert kept.count(operands[1].size) == needs_g + needs_x, outer
 
 
 def test_a_hessian_vector_product_in_the_simulator() -> None:

@@ -213,20 +213,23 @@ def _scale_and_dot_backward(call: Call, dtype: Any, saved: tuple[Saved, Factors]
 _scale_and_dot.defvjp(_scale_and_dot_forward, _scale_and_dot_backward, symbolic_zeros=True)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["a", "x", "mask"], meta_fields=["dtype"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["a", "x", "mask"], meta_fields=["gain", "dtype"])
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """What the backward pass of a*x needs: x if a is differentiated, a and the dtype of dx if x is, the mask if any."""
+    """What the backward pass of a*x needs: x if a is differentiated, a and the dtype of dx if x is; the mask, if
+    any, and the gain's type."""
 
-    a: jax.Array
+    a: jax.Array | None
     x: jax.Array | None
     mask: tuple[jax.Array, ...]
+    gain: Any
     dtype: Any
 
     @classmethod
     def of(cls, a: Any, x: Any, mask: tuple[jax.Array, ...]) -> Saved:
         """From the operands as `custom_vjp` hands them over: with `value` and `perturbed`."""
-        return cls(a.value, x.value if a.perturbed else None, mask, x.value.dtype if x.perturbed else None)
+        of_x = (a.value, x.value.dtype) if x.perturbed else (None, None)
+        return cls(of_x[0], x.value if a.perturbed else None, mask, jax.typeof(a.value), of_x[1])
 
     @property
     def no_gradient(self) -> tuple[None, ...]:
@@ -272,10 +275,10 @@ def _gradients(call: Call, saved: Saved, g: jax.Array) -> tuple[jax.Array | None
     """da and dx, each None if nobody differentiates by it. da has a's dtype, dx has x's."""
     a, x, mask, dtype = saved.a, saved.x, saved.mask, saved.dtype
     da = dx = None
-    if x is not None and dtype is not None:
-        dx, da = _scale_and_dot(call, dtype, a, g, x, *mask)
-    elif x is not None:
-        da = _dot(call, a.shape, g, x, *mask)
-    elif dtype is not None:
+    if a is None and x is not None:
+        da = _dot(call, saved.gain.shape, g, x, *mask)
+    elif a is not None and x is None:
         dx = _scale(call, dtype, a, g, *mask)
-    return None if da is None else partitioning.like(da, a), dx
+    elif a is not None and x is not None:
+        dx, da = _scale_and_dot(call, dtype, a, g, x, *mask)
+    return None if da is None else partitioning.like(da, saved.gain), dx

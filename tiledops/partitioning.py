@@ -154,12 +154,11 @@ def per_shard(
     )(coefficients, arrays)
 
 
-def like(gradient: jax.Array, primal: jax.Array) -> jax.Array:
-    """A gradient with its primal's dtype, and its sharding over Explicit axes."""
+def like(gradient: jax.Array, primal: Any) -> jax.Array:
+    """A gradient with the dtype of its primal's type, and its sharding over Explicit axes."""
     gradient = gradient.astype(primal.dtype)
-    wanted = jax.typeof(primal).sharding
-    if _names_of(wanted.mesh, AxisType.Explicit):
-        gradient = _reshard(gradient, wanted)
+    if _names_of(primal.sharding.mesh, AxisType.Explicit):
+        gradient = _reshard(gradient, primal.sharding)
     return gradient
 
 
