@@ -39,6 +39,16 @@ def da(a: Any, x: Any, g: Any) -> tuple[np.ndarray, np.ndarray]:
     return exact, depth * F32_ULP / 2 * size + (BF16_HALF_ULP * np.abs(exact) if a.dtype.itemsize == 2 else 0.0)
 
 
+def assert_agree(operands: tuple[np.ndarray, ...], result: Any, gain: Any, branch: Any, stream: Any) -> None:
+    """A call's result and the gradients of its gain, branch and stream; the operands are a, x, y and g."""
+    a, x, y, g = operands
+    assert_same_bits(result, axpy(a, x, y))
+    assert_same_bits(branch, dx(a, x, g))
+    assert_same_bits(stream, g)
+    assert (gain.dtype, gain.shape) == (a.dtype, a.shape)
+    assert_within(gain, *da(a, x, g))
+
+
 def f64(x: Any) -> np.ndarray:
     return np.asarray(x).astype(np.float64)
 
