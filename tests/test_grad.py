@@ -15,8 +15,10 @@ from cases import BF16, BY_NAME, CASES, F32, Case
 from programs import fresh, kernels, of, saved
 
 import tiledops
+from tiledops import compiled
 from tiledops.axpy import axpy_where
 
+MODES = pytest.mark.parametrize("mode", ["reference", "simulate", "tpu"])
 SUBSETS = [s for n in (1, 2, 3) for s in itertools.combinations(range(3), n)]
 
 
@@ -97,6 +99,13 @@ def test_forward_mode_is_refused_by_jax(mode: str) -> None:
         ):
             with pytest.raises(TypeError, match="forward-mode"):
                 call()
+
+
+def test_forward_mode_is_refused_for_tpu() -> None:
+    """When the program is lowered: traced, the tangent is one more step of it."""
+    a, x, y = (jax.ShapeDtypeStruct(v.shape, v.dtype) for v in BY_NAME["lesson"].operands()[:3])
+    with pytest.raises(TypeError, match="forward-mode"):
+        compiled.lower_for(lambda *operands: jax.jvp(tiledops.axpy, operands, operands)[1], a, x, y)
 
 
 def test_what_linearize_gives_transposes() -> None:
@@ -251,43 +260,54 @@ def test_second_derivatives_keep_their_dtypes(name: str) -> None:
 # Types of cotangents
 
 
+@MODES
 @pytest.mark.parametrize("gain", [2, np.int32(2), True], ids=repr)
-def test_what_has_no_gradient_gets_float0(gain: Any) -> None:
+def test_what_has_no_gradient_gets_float0(gain: Any, mode: str) -> None:
     """Only as jnp itself gives it: an integer that goes through a conversion to a gain."""
     x = jnp.ones((3, 5))
-    with tiledops.use_config(mode="reference"):
-        _, pullback = jax.vjp(lambda n, x: tiledops.axpy(jnp.float32(n), x, x), gain, x)
-    dn, dx = pullback(x)
-    assert dn.dtype == jax.dtypes.float0
-    np.testing.assert_array_equal(dx, np.full((3, 5), gain + 1.0))
+
+    def gradients(gain: Any, x: Any) -> Any:
+        return jax.vjp(lambda n, x: tiledops.axpy(jnp.float32(n), x, x), gain, x)[1](x)
+
+    with tiledops.use_config(mode=mode):
+        dn, dx = jax.eval_shape(gradients, gain, x) if mode == "tpu" else gradients(gain, x)
+    assert (dn.dtype, dx.dtype) == (jax.dtypes.float0, F32)
+    if mode != "tpu":
+        np.testing.assert_array_equal(dx, np.full((3, 5), gain + 1.0))
 
 
-def test_a_float0_gradient_of_an_integer_input_beside_the_op() -> None:
+@MODES
+def test_a_float0_gradient_of_an_integer_input_beside_the_op(mode: str) -> None:
     def f(n: Any, a: Any, x: Any) -> Any:
-        return tiledops.axpy(a, x, x) * n
+        return (tiledops.axpy(a, x, x) * n).sum()
 
-    x = jnp.ones((3, 5))
-    with tiledops.use_config(mode="reference"):
-        dn, da, _ = jax.grad(lambda *o: f(*o).sum(), (0, 1, 2), allow_int=True)(2, 0.5, x)
-    assert dn.dtype == jax.dtypes.float0
-    assert float(da) == 30.0
+    gradients, x = jax.grad(f, (0, 1, 2), allow_int=True), jnp.ones((3, 5))
+    with tiledops.use_config(mode=mode):
+        dn, da, _ = jax.eval_shape(gradients, 2, 0.5, x) if mode == "tpu" else gradients(2, 0.5, x)
+    assert (dn.dtype, da.dtype) == (jax.dtypes.float0, F32)
+    if mode != "tpu":
+        assert float(da) == 30.0
 
 
+@MODES
 @pytest.mark.parametrize("gain", [0.5, jnp.float32(0.5), jnp.bfloat16(0.5)], ids=lambda a: type(a).__name__ + str(a))
-def test_a_gains_gradient_has_its_type(gain: Any) -> None:
+def test_a_gains_gradient_has_its_type(gain: Any, mode: str) -> None:
     x = jnp.ones((3, 5), BF16)
-    gradient = lambda op: jax.grad(lambda a: op(a, x, x).astype(F32).sum())(gain)  # noqa: E731
-    with tiledops.use_config(mode="reference"):
-        got, expected = gradient(tiledops.axpy), gradient(lambda a, x, y: a * x + y)
-    assert (got.dtype, got.weak_type, float(got)) == (expected.dtype, expected.weak_type, 15.0)
+    gradient = lambda op: jax.grad(lambda a: op(a, x, x).astype(F32).sum())  # noqa: E731
+    with tiledops.use_config(mode=mode):
+        got, expected = (jax.eval_shape(gradient(op), gain) for op in (tiledops.axpy, jnp_axpy))
+        assert (got.dtype, got.weak_type) == (expected.dtype, expected.weak_type)
+        assert mode == "tpu" or float(gradient(tiledops.axpy)(gain)) == 15.0
 
 
-def test_the_result_is_never_weakly_typed() -> None:
+@MODES
+def test_the_result_is_never_weakly_typed(mode: str) -> None:
     """y is an array; where jnp would promote a weak y, there is nothing to promote."""
     x = jnp.ones((3, 5))
-    with tiledops.use_config(mode="reference"):
-        assert not tiledops.axpy(0.5, x, x).weak_type
+    with tiledops.use_config(mode=mode):
+        assert mode == "tpu" or not tiledops.axpy(0.5, x, x).weak_type
         assert not jax.eval_shape(tiledops.axpy, 0.5, x, x).weak_type
+        assert not jax.eval_shape(lambda y: tiledops.axpy(0.5, y, y), 2.0).weak_type  # a number that is traced
 
 
 @pytest.mark.parametrize("mode", ["reference", "simulate"])
