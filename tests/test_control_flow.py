@@ -116,10 +116,11 @@ def test_map_and_fori_loop(mode: str) -> None:
     oracle.assert_same_bits(looped, expected)
 
 
-def test_a_cond_under_vmap_runs_both_and_selects() -> None:
+@MODES
+def test_a_cond_under_vmap_runs_both_and_selects(mode: str) -> None:
     a, x, y = operands((), (2, *SHAPE), (2, *SHAPE))
     add = np.array([True, False])
-    with tiledops.use_config(mode="reference"):
+    with tiledops.use_config(mode=mode, block=BLOCK):
         out = jax.vmap(lambda add, x, y: jax.lax.cond(add, lambda: tiledops.axpy(a, x, y), lambda: y))(add, x, y)
     oracle.assert_same_bits(out, np.where(add[:, None, None], oracle.axpy(a, x, y), y))
 

@@ -17,6 +17,7 @@ from programs import fresh, kernels, of, saved
 import tiledops
 from tiledops import compiled
 from tiledops.axpy import axpy_where
+from tiledops.chips import CHIPS
 
 MODES = pytest.mark.parametrize("mode", ["reference", "simulate", "tpu"])
 SUBSETS = [s for n in (1, 2, 3) for s in itertools.combinations(range(3), n)]
@@ -169,7 +170,10 @@ def hessian_vector(f: Any, operands: Any, direction: Any) -> Any:
     return jax.grad(along, (0, 1, 2))(*operands)
 
 
-@pytest.mark.parametrize("name", ["lesson", "feature", "example", "column_feature", "vector_feature", "rank0"])
+HESSIANS = ["lesson", "feature", "example", "column_feature", "vector_feature", "rank0"]
+
+
+@pytest.mark.parametrize("name", HESSIANS)
 def test_hessian_vector_products(name: str) -> None:
     case = BY_NAME[name]
     operands = tuple(map(jnp.asarray, case.operands()[:3]))
@@ -229,8 +233,19 @@ def test_a_hessian_vector_product_in_the_simulator() -> None:
     assert_alike(got, hessian_vector(composite(jnp_axpy, case), operands, operands))
 
 
+@pytest.mark.parametrize(("name", "chip"), [*zip(HESSIANS, itertools.cycle(CHIPS), strict=False)], ids=str)
+def test_a_hessian_vector_product_compiled_for_tpu(name: str, chip: str) -> None:
+    """A kernel each for the forward and the backward pass, and one and three for their derivatives."""
+    case = BY_NAME[name]
+    structs = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in case.operands()[:3]]
+    report = compiled.compile_for(lambda *o: hessian_vector(composite(tiledops.axpy, case), o, o), *structs, chip=chip)
+    once = Counter({"tiledops_axpy": 2, "tiledops_scale": 1, "tiledops_scale_and_dot": 3})
+    assert Counter(kernel.name for kernel in report.kernels) == once
+
+
+@pytest.mark.parametrize("mode", ["reference", "simulate"])
 @pytest.mark.parametrize("argnum", [0, 1, 2])
-def test_third_derivatives(argnum: int) -> None:
+def test_third_derivatives(argnum: int, mode: str) -> None:
     case = BY_NAME["rank4"]
     operands = tuple(map(jnp.asarray, case.operands()[:3]))
 
@@ -243,7 +258,7 @@ def test_third_derivatives(argnum: int) -> None:
             f = slope(f)
         return f(*operands)
 
-    with tiledops.use_config(mode="reference"):
+    with tiledops.use_config(mode=mode):
         assert_alike(third(tiledops.axpy), third(jnp_axpy))
 
 
