@@ -98,6 +98,35 @@ def for_two_cores(report, gain):
     return 0 if report.kernels[0].cores == 1 else 2 * 512 + 4 * padded
 
 
+GAINS_BY_PARTS = {
+    ((64, 256, 1152), (64, 1, 1152)): "a vector of gains for each example, as in a conditioned transformer",
+    ((36, 1001, 3000), (36, 1001, 1)): "one for each token, of a length that doesn't merge",
+    ((80000, 8, 256), (80000, 1, 1)): "more examples than SMEM holds",
+    ((64, 600000), (600000,)): "more features than the smaller VMEMs hold",
+}
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(("shape", "gain"), GAINS_BY_PARTS, ids=str)
+def test_a_gain_by_parts_moves_no_byte_twice(shape, gain, chip):
+    """Gains that vary along several axes, or are too long to stay in fast memory: as XLA's own fusion. One for each
+    example, where SMEM can't hold them, is a tile of 128 lanes in HBM: written and read, and so is its gradient."""
+    spread = 2 * 4 * 128 * shape[0] if len(gain) == 3 and gain[1:] == (1, 1) else 0
+
+    def op(a, x, y):
+        if gain in [(*shape[:1], *[1] * (len(shape) - 1)), shape[-1:]]:
+            return tiledops.axpy(a, x, y)
+        each = jax.vmap(tiledops.axpy)
+        return each(a[:, 0], x, y) if gain[1] == 1 else jax.vmap(each)(a[..., 0], x, y)
+
+    for transform in (forward, backward):
+        args = arguments(shape, (BF16, BF16), gain, transform)
+        ours, xla = (compiled.compile_for(transform(f), *args, chip=chip) for f in (op, plain))
+        assert len(ours.kernels) == 1, (transform.__name__, ours.instructions)
+        assert spread or not ours.extra, (transform.__name__, ours.instructions)
+        assert ours.hbm_bytes <= xla.hbm_bytes + spread * (1 if transform is forward else 2), transform.__name__
+
+
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("schedule", ["pipelined", "synchronous", "blocked"])
 def test_every_schedule_compiles(schedule, chip):

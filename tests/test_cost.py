@@ -70,10 +70,18 @@ def test_of_a_norm(dtype: Any) -> None:
     assert costs(lambda g: passes.sum_of_squares({"w": g}), g) == [wanted]
 
 
-def test_of_a_streamed_gain() -> None:
-    """Under vmap a gain a feature is one more float32 array to read, and its gradient one to write."""
-    a, x = jax.ShapeDtypeStruct((3, 130), F32), jax.ShapeDtypeStruct((3, 5, 130), BF16)
-    n = 3 * 5 * 130
+def test_of_a_gain_by_parts() -> None:
+    """Under vmap a gain a feature is a vector of its own for each of the batch: read once, and its gradient written."""
+    a, x = jax.ShapeDtypeStruct((3, 130), F32), jax.ShapeDtypeStruct((3, 8, 130), BF16)
+    n, gains = 3 * 8 * 130, 3 * 130
     gradients = jax.vmap(lambda a, x, g: jax.vjp(tiledops.axpy, a, x, x)[1](g))
-    assert costs(jax.vmap(tiledops.axpy), a, x, x) == [("tiledops_axpy", 2 * n, 0, (4 + 3 * 2) * n)]
-    assert costs(gradients, a, x, x)[-1] == ("tiledops_scale_and_dot", 3 * n, 0, (4 + 3 * 2 + 4) * n)
+    assert costs(jax.vmap(tiledops.axpy), a, x, x) == [("tiledops_axpy", 2 * n, 0, 3 * 2 * n + 4 * gains)]
+    assert costs(gradients, a, x, x)[-1] == ("tiledops_scale_and_dot", 3 * n, 0, 3 * 2 * n + 2 * 4 * gains)
+
+
+def test_of_a_gain_of_every_element() -> None:
+    """One more float32 array to read, and its gradient one to write."""
+    a, x = jax.ShapeDtypeStruct((1300,), F32), jax.ShapeDtypeStruct((1300,), BF16)
+    assert costs(tiledops.axpy, a, x, x) == [("tiledops_axpy", 2 * 1300, 0, (3 * 2 + 4) * 1300)]
+    gradients = costs(lambda a, x, g: jax.vjp(tiledops.axpy, a, x, x)[1](g), a, x, x)
+    assert gradients[-1] == ("tiledops_scale_and_dot", 3 * 1300, 0, (3 * 2 + 4 + 4) * 1300)

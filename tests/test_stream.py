@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from programs import racing
 
 import tiledops
-from tiledops import blocks, chips, contract, stream, tiling
+from tiledops import blocks, chips, contract, places, stream, tiling
 from tiledops.operation import Operation
 
 
@@ -71,6 +72,43 @@ def test_two_cores(name: str, detectors: list[Any]) -> None:
     with tiledops.simulated_chip("v5p"):
         run(BY_NAME[name])
     assert_race_free(detectors, kernels=2)
+
+
+# Gains that don't stay in fast memory: their parts come with the tiles
+
+PARTS = {
+    "feature": "parts of a row of gains, each for a column of tiles",
+    "example_tiles": "parts of a column, turned into rows, with bfloat16 gains",
+    "column_feature": "one part for all tiles, down the rows",
+    "merged_feature": "several tiles each way",
+    "apart": "one number a leading index",
+    "rank4_example": "one number for several leading indices",
+    "whole_feature": "one tile",
+}
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v5p"])
+@pytest.mark.parametrize("name", PARTS)
+def test_a_gain_by_parts(name: str, chip: str, parted: None, detectors: list[Any]) -> None:
+    case = BY_NAME["slabs" if name == "whole_feature" else name]
+    with tiledops.simulated_chip(chip):
+        run(case)
+    assert_race_free(detectors, kernels=2)
+
+
+@pytest.mark.parametrize("fields", [{"schedule": "synchronous"}, {"schedule": "blocked"}, {"buffers": 3}], ids=str)
+def test_a_gain_by_parts_otherwise_scheduled(fields: dict[str, Any], parted: None) -> None:
+    run(BY_NAME["feature"], **fields)
+
+
+@pytest.fixture
+def parted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No vector is short enough to stay."""
+    jax.clear_caches()
+    for share in ("VMEM_SHARE", "SMEM_SHARE"):
+        monkeypatch.setattr(places, share, 0.0)
+    yield
+    jax.clear_caches()
 
 
 @pytest.mark.parametrize("fields", [{"schedule": "synchronous"}, {"schedule": "blocked"}, {"buffers": 3}], ids=str)

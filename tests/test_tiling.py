@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from typing import Any
@@ -11,43 +12,40 @@ import pytest
 from cases import BF16, CASES, DTYPES, F32, SHAPES
 
 import tiledops
-from tiledops import PipelineConfig, chips, layouts, tiling
+from tiledops import PipelineConfig, chips, layouts, places, tiling
 
 ALL_SHAPES = sorted({*SHAPES, *(case.shape for case in CASES), (100_003,), (8, 128), (131, 70_001), (2, 3, 50_000)})
 BLOCKS = (None, (8, 128), (16, 256), (64, 1024), (256, 256))
 
 
 def plans(shape: tuple[int, ...], x: Any, y: Any, block: Any) -> Any:
-    """The plans of axpy and of its backward passes, for each kind of gain and each chip, as `stream` asks for them."""
-    for chip, gain in itertools.product(chips.CHIPS, (None, 0, len(shape) - 1)):
-        axes = frozenset() if gain is None or not shape else frozenset({gain})
+    """The plans of axpy and of its backward passes, for each kind of gain, one that stays and one that comes by parts,
+    and each chip, as `stream` asks for them."""
+    for chip, gain in itertools.product(chips.CHIPS, ((), (0,), (len(shape) - 1,), (0, len(shape) - 1))):
+        info = chips.chip_info(chip)
+        axes = frozenset(gain if shape else ())
         view = layouts.view(shape, x, apart=(axes,))
-        along = next((d for d, group in enumerate(view.groups) if axes & set(group) and len(view.shape) > 1), None)
-        vectors = () if along is None else (along,)
-        for buffers, summed in itertools.product((2, 3), (False, True)):
-            yield (
-                tiling.plan(
-                    view.shape,
-                    (x.itemsize, y.itemsize),
-                    (y.itemsize,),
-                    info=chips.chip_info(chip),
-                    config=PipelineConfig(block=block, buffers=buffers),
-                    summed=summed,
-                    kept=along if summed else None,
-                    vectors=vectors,
-                ),
-                chips.chip_info(chip),
-                vectors,
-                summed,
+        home = places.place(view, axes, info)
+        homes = [home] if home.whole or not home.axes else [home, dataclasses.replace(home, stays=False)]
+        for home, buffers, summed in itertools.product(homes, (2, 3), (False, True)):
+            plan = tiling.plan(
+                view.shape,
+                (x.itemsize, y.itemsize),
+                (y.itemsize,),
+                info=info,
+                config=PipelineConfig(block=block, buffers=buffers),
+                places=() if home.whole else (home,),
+                kept=home if summed and not home.whole else None,
             )
+            yield plan, info, home, summed and not home.whole
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 @pytest.mark.parametrize("shape", ALL_SHAPES, ids=str)
 def test_every_plan(shape: tuple[int, ...], block: Any) -> None:
     for x, y in DTYPES:
-        for plan, info, vectors, summed in plans(shape, x, y, block):
-            rank = len(plan.shape)
+        for plan, info, place, summed in plans(shape, x, y, block):
+            rank, parts = len(plan.shape), not (place.stays or place.whole)
             assert len(plan.block) == len(plan.grid) == rank
             assert math.prod(plan.shape) == math.prod(shape)
 
@@ -66,8 +64,8 @@ def test_every_plan(shape: tuple[int, ...], block: Any) -> None:
                 assert cols == plan.shape[-1] or cols % 128 == 0
                 # A vector down the rows lies along the lanes, where slices start at multiples of 128. A vector along
                 # a leading axis is a scalar a slab.
-                assert rank - 2 not in vectors or rows == plan.shape[-2] or rows % 128 == 0
-                assert all(plan.slab[axis] == 1 for axis in vectors if axis < rank - 2)
+                assert not place.column or rows == plan.shape[-2] or rows % 128 == 0
+                assert place.whole or all(plan.slab[axis] == 1 for axis in place.leading)
 
             # Every tile has its turn on some core, and the cores are the chip's.
             assert sorted(plan.order) == list(range(rank))
@@ -75,13 +73,20 @@ def test_every_plan(shape: tuple[int, ...], block: Any) -> None:
             turns = dict(zip(plan.order, plan.steps, strict=True))
             for axis in range(rank):
                 assert turns[axis] * (plan.cores if axis == plan.split else 1) >= plan.grid[axis]
-            if info.num_cores == 2 and plan.programs > 1 and not (summed and vectors and vectors[0] < rank - 2):
+            one_cores_own = summed and (parts or (place.in_smem and bool(place.axes)))
+            if (
+                info.num_cores == 2
+                and plan.programs > 1
+                and (not one_cores_own or (parts and plan.split in place.axes))
+            ):
                 assert plan.cores == 2  # half the chip would idle
-            if summed and vectors:
-                assert plan.order[0] == vectors[0]  # one sum is finished before the next
+            if summed or parts:
+                assert {*plan.order[: len(place.axes)]} == {*place.axes}  # one sum is finished before the next
+            if one_cores_own and plan.cores == 2:
+                assert plan.split in place.axes
 
             # Slabs are whole tiles, no larger than 96 registers or than what lies along the lanes makes them.
-            multiples = [1024] if rank == 1 else [*[1] * (rank - 2), 128 if rank - 2 in vectors else 16, 128]
+            multiples = [1024] if rank == 1 else [*[1] * (rank - 2), 128 if place.column else 16, 128]
             for slab, extent, multiple in zip(plan.slab, plan.block, multiples, strict=True):
                 assert 1 <= slab <= extent
                 assert slab == extent or slab % multiple == 0
@@ -89,7 +94,8 @@ def test_every_plan(shape: tuple[int, ...], block: Any) -> None:
 
             # VMEM: the buffers fit what the kernel asks for, and that fits the chip.
             assert plan.buffer_bytes <= plan.vmem_limit_bytes <= info.vmem_capacity_bytes
-            assert plan.hbm_bytes == math.prod(shape) * (x.itemsize + 2 * y.itemsize)
+            moved = 4 * math.prod(place.part(plan.shape)) * (1 + summed) if parts else 0
+            assert plan.hbm_bytes == math.prod(shape) * (x.itemsize + 2 * y.itemsize) + moved
 
 
 @pytest.mark.parametrize("chip", chips.CHIPS)
@@ -111,9 +117,8 @@ def test_examples_share_a_tile_and_few_rows_do_not_shrink_it() -> None:
     for chip in chips.CHIPS:
         info = chips.chip_info(chip)
         for shape, axis in [((4096, 8, 128), 0), ((3, 1_000_000), 0), ((3, 2, 50_000), 2), ((3, 50_000), 1)]:
-            plan = tiling.plan(
-                shape, (4, 4), (4,), info=info, config=PipelineConfig(), summed=True, kept=axis, vectors=(axis,)
-            )
+            kept = places.Place((axis,), len(shape), stays=True)
+            plan = tiling.plan(shape, (4, 4), (4,), info=info, config=PipelineConfig(), places=(kept,), kept=kept)
             latency = tiling.LATENCY_SECONDS * info.mem_bw_bytes_per_second
             assert plan.programs == 1 or plan.hbm_bytes / plan.programs >= latency / 3, (shape, chip)  # uneven parts
 

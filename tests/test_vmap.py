@@ -68,7 +68,7 @@ KINDS = pytest.mark.parametrize(
         ("scalar", (None, 0, 0)),  # a gain of all, arrays one row of tiles an element
         ("scalar", (0, 0, 0)),  # one gain an element
         ("scalar", (0, None, None)),  # gains alone: x and y are repeated
-        ("feature", (0, 1, -1)),  # gains that vary along two axes are one more stream
+        ("feature", (0, 1, -1)),  # gains that vary along two axes come by parts
         ("example", (None, 0, None)),
     ],
     ids=str,
@@ -92,6 +92,27 @@ def test_compiled_for_tpu(kind: str, axes: tuple[int | None, ...], order: int) -
         shapes, mapped = [(*s, 4) for s in shapes], jax.vmap(mapped, -1, -1)
     report = compiled.compile_for(mapped, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes), chip="v6e")
     assert sorted(kernel.name for kernel in report.kernels) == ["tiledops_axpy", "tiledops_scale_and_dot"]
+
+
+VARYING = {
+    ((3, 257), (3, 16, 257)): "a vector of gains for each leading index, as in a conditioned block",
+    ((24, 130), (24, 3, 130)): "along the rows and the columns of every leading index: XLA's order is (1, 0, 2)",
+    ((3, 140), (3, 140, 130)): "a column for each leading index: it comes as a row",
+    ((3, 130), (3, 5, 16, 130)): "axes that merge between those that gains vary along",
+}
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v5p"])
+@pytest.mark.parametrize(("gains", "shape"), VARYING, ids=str)
+def test_gains_that_vary_along_two_axes(gains: tuple[int, ...], shape: tuple[int, ...], chip: str) -> None:
+    a, x, y, g = (RANDOM.standard_normal(s).astype(np.float32) for s in (gains, shape, shape, shape))
+    by_feature = gains[-1] == shape[-1]
+    mapped = jax.vmap(tiledops.axpy) if by_feature else jax.vmap(jax.vmap(tiledops.axpy))
+    aligned = a.reshape(a.shape[0], *[1] * (len(shape) - 2), a.shape[1]) if by_feature else a[..., None]
+    with tiledops.use_config(mode="simulate", block=(8, 128)), tiledops.simulated_chip(chip):
+        out, pullback = jax.vjp(mapped, a, x, y)
+        da, dx, dy = pullback(jnp.asarray(g))
+    oracle.assert_agree((aligned, x, y, g), out, da.reshape(aligned.shape), dx, dy)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, -1])

@@ -20,8 +20,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tiledops import blocks, chips, donation, layouts, modes, packing, simulator, tiling
 from tiledops.operation import Operation
+from tiledops.places import Place, place
 from tiledops.tile import Refs, Tile
-from tiledops.tiling import STREAMED, place
 
 
 def stream(op: Operation, coefficients: tuple[jax.Array, ...], arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -79,45 +79,38 @@ def _streamed(op: Operation, coefficients: Any, arrays: Any) -> tuple[jax.Array,
     varying = tuple(_varying(c.shape, shape) for c in coefficients)
     kept_axes = _varying(op.total or (), shape)
     view = layouts.view(shape, arrays[-1].dtype, apart=(*varying, kept_axes))
-    # A coefficient lies in fast memory for the whole kernel if it varies along one axis of the view at most. Else it
-    # is one more stream; and a sum that keeps more than one axis is taken of the streamed products, outside.
     places = tuple(place(view, axes, op.chip) for axes in varying)
-    kept = place(view, kept_axes, op.chip)
-    summed_here = op.total is not None and kept != STREAMED
-    products = op.total is not None and kept == STREAMED
-    streamed = [c for c, place in zip(coefficients, places, strict=True) if place == STREAMED]
+    kept = None if op.total is None else place(view, kept_axes, op.chip)
+    outs = tuple(dtype.itemsize for dtype in op.outs)
     plan = tiling.plan(
         view.shape,
-        tuple(x.dtype.itemsize for x in (*streamed, *arrays)),
-        tuple(dtype.itemsize for dtype in op.outs) + (4,) * products,
+        tuple(
+            x.dtype.itemsize for x in (*(c for c, its in zip(coefficients, places, strict=True) if its.whole), *arrays)
+        ),
+        outs if kept is None or not kept.whole else (*outs, 4),
         info=op.chip,
         config=op.config,
-        kept=kept if summed_here else None,
-        summed=summed_here,
-        vectors=tuple(place for place in (*places, kept) if place is not None and place != STREAMED),
+        places=tuple(place for place in places if not place.whole),
+        kept=None if kept is None or kept.whole else kept,
     )
-    compute = functools.partial(op.block, exact=op.mode != modes.TPU)
-    tile = Tile(compute, plan, places, kept if summed_here else None, summed_here, products)
-    resident = [
-        _sliceable(c.transpose(view.order).reshape(-1), plan.slices(place))
-        for c, place in zip(coefficients, places, strict=True)
-        if place != STREAMED
-    ]
-    streams = [view.of(jnp.broadcast_to(c, shape)) for c in streamed]
+    tile = Tile(functools.partial(op.block, exact=op.mode != modes.TPU), plan, places, kept)
+    resident, streams = [], []
+    for c, its in zip(coefficients, places, strict=True):
+        viewed = c.transpose(view.order)
+        if its.stays:
+            resident.append(_sliceable(viewed.reshape(-1), plan.slices(its)))
+        else:
+            streams.append(_sliceable(viewed.reshape(its.part(view.shape)), not its.whole))
     results = _call(op, tile, resident, [*streams, *map(view.of, arrays)])
-    outs = tuple(view.back(out, shape) for out in results[: len(op.outs)])
-    if op.total is None:
-        return outs
-    if products:
-        product = view.back(results[-1], shape)
-        axes = tuple(axis for axis, extent in enumerate(op.total) if extent == 1)
-        return (*outs, jnp.sum(product, axes, keepdims=True))
-    total = results[-1] if plan.cores == 1 else jnp.sum(results[-1], 0)
-    return (*outs, view.back(total, op.total))
+    stored = tuple(view.back(out, shape) for out in results[: len(op.outs)])
+    if kept is None or op.total is None:
+        return stored
+    total = jnp.sum(results[-1], 0) if kept.stays and plan.cores > 1 else results[-1]
+    return (*stored, view.back(total, op.total))
 
 
 def _sliceable(vector: jax.Array, sliced: bool) -> jax.Array:
-    """A coefficient whose tiles take slices of it, as float32: those of bfloat16 would start at multiples of 256."""
+    """A coefficient whose tiles take pieces of it, as float32: those of bfloat16 would start at multiples of 256."""
     return vector.astype(jnp.float32) if sliced else vector
 
 
@@ -127,24 +120,30 @@ def _varying(coefficient: tuple[int, ...], shape: tuple[int, ...]) -> frozenset[
 
 def _call(op: Operation, tile: Tile, resident: list[jax.Array], streams: list[jax.Array]) -> list[jax.Array]:
     """One pallas_call over views: the pipeline of its own, or the one that emit_pipeline builds inside it."""
-    plan, like = tile.plan, streams[-1]
-    out_dtypes = (*op.outs, *((jnp.float32,) * tile.products))
-    total_shape, total_spec, accumulator = tile.total() if tile.summed else ((), None, None)
-    totals = [total_spec] * tile.summed
-    moved = (*(x.dtype for x in streams), *out_dtypes)
+    plan, kept, like = tile.plan, tile.kept, streams[-1]
+    # What stays in fast memory, and what is streamed: coefficients and arrays, what is stored, and where the sum goes.
+    staying = [place for place in tile.places if place.stays]
+    array = Place(tuple(range(len(plan.shape))), len(plan.shape), stays=False)
+    ins = [place for place in tile.places if not place.stays]
+    ins += [array] * (len(streams) - len(ins))
+    outs = [array] * len(op.outs) + [kept for _ in range(1) if kept and not kept.stays]
+    dtypes = [*(x.dtype for x in streams), *op.outs, jnp.float32][: len(ins) + len(outs)]
+    totals = [tile.sum.result()] if kept and kept.stays and tile.sum else []
 
     looped = tuple(n for n in plan.steps if n > 1)  # an axis of one step would only cost time to trace
 
-    def tile_specs(index_map: Callable[..., tuple[Any, ...]]) -> tuple[list[pl.BlockSpec], list[pl.BlockSpec]]:
-        def specs(count: int, buffers: int) -> list[pl.BlockSpec]:
+    def tile_specs(at: Callable[..., tuple[Any, ...]]) -> tuple[list[pl.BlockSpec], list[pl.BlockSpec]]:
+        def spec(place: Place, buffers: int) -> pl.BlockSpec:
             pipeline_mode = None if buffers == 2 else pl.Buffered(buffers)  # 2 is the default
-            return [pl.BlockSpec(plan.block, index_map, pipeline_mode=pipeline_mode)] * count
+            return pl.BlockSpec(
+                place.part(plan.block), lambda *ids: place.part(at(*ids), 0), pipeline_mode=pipeline_mode
+            )
 
-        return specs(len(streams), plan.buffers), specs(len(out_dtypes), tiling.OUTPUT_BUFFERS)
+        return [spec(place, plan.buffers) for place in ins], [spec(place, tiling.OUTPUT_BUFFERS) for place in outs]
 
     def split(refs: tuple[Any, ...]) -> Refs:
-        a, b, c = len(resident), len(resident) + len(streams), len(resident) + len(streams) + len(out_dtypes)
-        return Refs(refs[:a], refs[a:b], refs[b:c], *refs[c:])
+        a, b, c = len(staying), len(staying) + len(ins), len(staying) + len(ins) + len(outs)
+        return Refs(refs[:a], refs[a:b], refs[b:c], *([] if totals else [None]), *refs[c:])
 
     def blocked(*refs: Any) -> None:
         tile.run(pl.program_id(0), tuple(pl.program_id(1 + k) for k in range(len(plan.order))), split(refs))
@@ -158,38 +157,40 @@ def _call(op: Operation, tile: Tile, resident: list[jax.Array], streams: list[ja
 
         def body(*tiles: Any) -> None:
             ids = every_axis(map(pl.program_id, range(len(looped))))
-            tile.run(core, ids, dataclasses.replace(hbm, ins=tiles[: len(streams)], outs=tiles[len(streams) :]))
+            tile.run(core, ids, dataclasses.replace(hbm, ins=tiles[: len(ins)], outs=tiles[len(ins) :]))
 
-        ins, outs = tile_specs(lambda *ids: tile.at(core, every_axis(ids)))
+        in_specs, out_specs = tile_specs(lambda *ids: tile.at(core, every_axis(ids)))
+        synchronous = op.config.schedule == "synchronous"
         pltpu.emit_pipeline(
-            body, grid=looped or (1,), in_specs=ins, out_specs=outs, no_pipelining=op.config.schedule == "synchronous"
+            body, grid=looped or (1,), in_specs=in_specs, out_specs=out_specs, no_pipelining=synchronous
         )(*hbm.ins, *hbm.outs)
 
-    def whole(*refs: Any) -> None:
-        end = len(refs) - len(moved) - 2
+    def at_once(*refs: Any) -> None:
+        end = len(refs) - len(dtypes) - 2
         hbm, buffers, (loaded, stored) = split(refs[:end]), refs[end:-2], refs[-2:]
-        ins, outs = buffers[: len(streams)], buffers[len(streams) :]
-        _transfer(hbm.ins, ins, loaded)
-        tile.run(0, (0,) * len(plan.order), dataclasses.replace(hbm, ins=ins, outs=outs))
-        _transfer(outs, hbm.outs, stored)
+        tiles = dataclasses.replace(hbm, ins=buffers[: len(ins)], outs=buffers[len(ins) :])
+        _transfer(hbm.ins, tiles.ins, loaded)
+        tile.run(0, (0,) * len(plan.order), tiles)
+        _transfer(tiles.outs, hbm.outs, stored)
 
     # A kernel without a grid takes scalars as they are; the windows of a grid have at least one axis.
-    alone = (
-        plan.cores == 1 and op.config.schedule != "blocked" and not any(map(plan.slices, (*tile.resident, tile.kept)))
-    )
+    sliced = any(map(plan.slices, (*staying, *([kept] if kept else []))))
+    alone = plan.cores == 1 and op.config.schedule != "blocked" and not sliced
     if alone:
-        resident = [c.reshape(()) if place is None else c for c, place in zip(resident, tile.resident, strict=True)]
-    in_hbm, scratch = pl.BlockSpec(memory_space=pl.ANY), [accumulator] * tile.summed
-    ins, outs = [in_hbm] * len(streams), [in_hbm] * len(out_dtypes)
+        resident = [c if place.axes else c.reshape(()) for c, place in zip(resident, staying, strict=True)]
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    in_specs, out_specs = [in_hbm] * len(ins), [in_hbm] * len(outs)
+    scratch = [pltpu.VMEM(tile.sum.accumulator(), jnp.float32)] if tile.sum else []
     if op.config.schedule == "blocked":
         kernel: Callable[..., None] = blocked
         grid: tuple[int, ...] = (plan.cores, *plan.steps)
-        ins, outs = tile_specs(lambda core, *ids: tile.at(core, ids))
+        in_specs, out_specs = tile_specs(lambda core, *ids: tile.at(core, ids))
     elif plan.programs > 1:
         kernel, grid = pipelined, () if alone else (plan.cores,)
     else:  # nothing to overlap, and a pipeline of one step takes as long to trace as all the rest
-        kernel, grid = whole, () if alone else (1,)
-        scratch += [*(pltpu.VMEM(plan.block, dtype) for dtype in moved), *(pltpu.SemaphoreType.DMA,) * 2]
+        kernel, grid = at_once, () if alone else (1,)
+        blocks_of = (place.part(plan.block) for place in (*ins, *outs))
+        scratch += [*map(pltpu.VMEM, blocks_of, dtypes), *(pltpu.SemaphoreType.DMA,) * 2]
     return _launch(
         op,
         kernel,
@@ -198,11 +199,11 @@ def _call(op: Operation, tile: Tile, resident: list[jax.Array], streams: list[ja
         hbm_bytes=plan.hbm_bytes,
         metadata={"block": "x".join(map(str, plan.block)), "vmem_bytes": plan.buffer_bytes, "cores": plan.cores},
         grid=grid,
-        in_specs=[*map(tile.resident_spec, tile.resident), *ins],
-        out_specs=[*outs, *totals],
+        in_specs=[*map(tile.resident_spec, staying), *in_specs],
+        out_specs=[*out_specs, *(spec for _, spec in totals)],
         out_shape=[
-            *(_struct(like, plan.shape, dtype) for dtype in out_dtypes),
-            *(_struct(like, total_shape, jnp.float32) for _ in totals),
+            *(_struct(like, place.part(plan.shape), d) for place, d in zip(outs, dtypes[len(ins) :], strict=True)),
+            *(_struct(like, shape, jnp.float32) for shape, _ in totals),
         ],
         scratch_shapes=scratch,
         input_output_aliases={len(tile.places) + i: out for i, out in op.aliases},  # the arrays come last

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from tiledops import chips, contract, layouts
 from tiledops.config import PipelineConfig, resolve
 from tiledops.layouts import LANES, SUBLANES, round_up
+from tiledops.places import Place
 
 OUTPUT_BUFFERS = 2  # emit_pipeline takes a third output buffer only from jax 0.12 on
 
@@ -38,12 +39,6 @@ LATENCY_SECONDS = 1e-6
 # 0.64; with 6 and 96, 0.49 and 0.54, 0.46 and 0.73; with 8 and 96, 0.49 and 0.54, 0.52 and 0.73.
 SLAB_ELEMENTS = 96 * SUBLANES * LANES
 SLAB_COLUMNS = 6 * LANES
-
-STREAMED = -1
-
-# The share of its memory that one vector may take: a gain and its gradient, twice buffered, then leave VMEM the rest of
-# what `VMEM_SHARE` leaves, and SMEM most of what it has.
-RESIDENT_SHARE = 1 / 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +81,10 @@ class TilePlan:
         """Elements of all tiles together, what hangs over the edges included."""
         return self.programs * math.prod(self.block)
 
-    def slices(self, axis: int | None) -> bool:
-        """Whether a vector along a tiled axis is taken a part at a time, by tile or by slab."""
-        if axis is None or axis < len(self.shape) - 2:
+    def slices(self, place: Place) -> bool:
+        """Whether a vector that stays in VMEM is taken a piece at a time, by tile or by slab."""
+        axis = place.axis
+        if axis is None or place.in_smem:
             return False
         return self.grid[axis] > 1 or self.slab[axis] < self.block[axis]
 
@@ -102,20 +98,6 @@ class TilePlan:
     def steps(self) -> tuple[int, ...]:
         """The grid of each core, in loop order: the split axis is shared out, rounded up."""
         return tuple(-(-self.grid[d] // self.cores) if d == self.split else self.grid[d] for d in self.order)
-
-
-def place(view: layouts.View, axes: frozenset[int], info: Any) -> int | None:
-    """The axis of the view that a coefficient or a sum runs along; None for a scalar, STREAMED for anything else: what
-    runs along several axes, or is too long to stay in the chip's fast memory for the whole kernel."""
-    touched = [d for d, group in enumerate(view.groups) if axes & set(group)]
-    if not touched:
-        return None
-    if len(touched) > 1 or len(view.shape) == 1:
-        return STREAMED
-    (axis,) = touched
-    scalars = axis < len(view.shape) - 2  # one number a slab, from SMEM
-    room = info.smem_capacity_bytes if scalars else chips.scoped_vmem_bytes(info)
-    return axis if 4 * view.shape[axis] <= RESIDENT_SHARE * room else STREAMED
 
 
 def plan_tiles(
@@ -149,9 +131,8 @@ def plan(
     *,
     info: Any,
     config: PipelineConfig,
-    summed: bool = False,
-    kept: int | None = None,
-    vectors: tuple[int, ...] = (),
+    places: tuple[Place, ...] = (),
+    kept: Place | None = None,
 ) -> TilePlan:
     """The plan of any streamed operation.
 
@@ -160,28 +141,35 @@ def plan(
       in_bytes, out_bytes: item sizes of the streams.
       info: the chip (`pltpu.TpuInfo`).
       config: the user's block and buffers.
-      summed: whether there is a sum.
-      kept: the axis of the view that the sum keeps: the outer loop, so that one sum is finished before the next.
-      vectors: axes that a coefficient or the sum runs along. Down the second-minor axis, a vector lies along the lanes
-        of VMEM, where slices start at multiples of 128: blocks have multiples of 128 rows. Along a leading axis, it
-        is one scalar a slab.
+      places: of the coefficients that are not streams. Down the rows, the second-minor axis, a vector lies along the
+        lanes of VMEM, where slices start at multiples of 128: blocks have multiples of 128 rows. What varies along a
+        leading axis has one index a slab.
+      kept: the place of the sum, if there is one. Its axes are the outer loops, so that one sum is finished before the
+        next.
     """
     rank = len(shape)
-    column = rank > 1 and rank - 2 in vectors
-    ones = frozenset(axis for axis in vectors if axis < rank - 2)
+    varying = (*places, *([kept] if kept else []))
+    parts = [place for place in varying if not place.stays]  # float32
+    column = any(place.column for place in varying)
+    ones = frozenset(axis for place in varying for axis in place.leading)
     streams = config.buffers * sum(in_bytes) + OUTPUT_BUFFERS * sum(out_bytes)  # VMEM bytes of one element
+    streams += 4 * config.buffers * sum(place.rows and place.cols for place in parts)  # the others are thin
     multiples = _multiples(rank, min((*in_bytes, *out_bytes), default=4), column)
     if config.block is None:
-        accumulated = 4 * (summed and kept in ones)  # at most, where each leading index has an accumulator
+        # At most, where each leading index or each element of a tile has an accumulator.
+        accumulated = 4 * (kept is not None and bool(kept.leading or (kept.rows and kept.cols)))
         block = _choose(shape, info, streams + accumulated, sum(in_bytes) + sum(out_bytes), multiples)
     else:
         block = _users(shape, config.block, multiples, column)
     grid = tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
-    order = tuple(sorted(range(rank), key=lambda axis: axis != kept))
-    # The cores share out the first axis that has more than one tile. A sum has one accumulator a core: if the axis that
-    # it keeps can't be shared out, each core sums its part and a last addition joins them.
+    # A part that a coefficient has there is loaded once, too, if its axes are the outer loops.
+    outer = {axis for place in ([kept] if kept else parts) for axis in place.axes}
+    order = tuple(sorted(range(rank), key=lambda axis: axis not in outer))
+    # The cores share out the first axis that has more than one tile. A sum has one accumulator a core: a number, or a
+    # vector in VMEM whose axis can't be shared out, is summed in parts by the cores, and a last addition joins them.
     split = next((axis for axis in order if grid[axis] > 1), order[0])
-    cores = info.num_cores if grid[split] > 1 and not (summed and kept in ones) else 1
+    shared = kept is None or (not kept.leading if kept.stays else split in kept.axes)
+    cores = info.num_cores if grid[split] > 1 and shared else 1
     buffer_bytes = streams * _tiled_elements(block)
     if config.block is not None and buffer_bytes > info.vmem_capacity_bytes:
         raise ValueError(
@@ -199,7 +187,8 @@ def plan(
         split=split,
         buffers=config.buffers,
         buffer_bytes=buffer_bytes,
-        hbm_bytes=(sum(in_bytes) + sum(out_bytes)) * math.prod(shape),
+        hbm_bytes=(sum(in_bytes) + sum(out_bytes)) * math.prod(shape)
+        + sum(4 * math.prod(place.part(shape)) for place in parts),
         vmem_limit_bytes=_vmem_limit(buffer_bytes, info),
     )
 
@@ -207,16 +196,6 @@ def plan(
 def _vmem_limit(buffer_bytes: int, info: Any) -> int:
     """The default where the buffers leave room; else their share of a larger one, up to all that the chip has."""
     return min(max(chips.scoped_vmem_bytes(info), int(buffer_bytes / VMEM_SHARE)), info.vmem_capacity_bytes)
-
-
-def accumulator_shape(block: tuple[int, ...], kept: int | None) -> tuple[int, ...]:
-    """Of what a sum gathers in: registers enough for the sum's own axis, and one along the others."""
-    if len(block) == 1:
-        return (min(block[0], SUBLANES * LANES),)
-    *leading, rows, cols = range(len(block))
-    if kept in leading:
-        return block[kept], SUBLANES, LANES
-    return block[rows] if kept == rows else SUBLANES, block[cols] if kept == cols else LANES
 
 
 def _tiled_elements(block: tuple[int, ...]) -> int:
