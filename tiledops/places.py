@@ -80,10 +80,10 @@ def place(view: layouts.View, axes: frozenset[int], info: Any) -> Place:
     """
     rank = len(view.shape)
     touched = tuple(d for d, group in enumerate(view.groups) if axes & set(group))
-    if touched and all(d in touched or n == 1 for d, n in enumerate(view.shape)):
-        return Place(tuple(range(rank)), rank, stays=False)
     vector = Place(touched, rank, stays=True)
     in_smem, in_vmem = SMEM_SHARE * info.smem_capacity_bytes, VMEM_SHARE * chips.scoped_vmem_bytes(info)
-    room = in_smem if vector.in_smem else in_vmem
-    fits = not touched or (len(touched) == 1 and 4 * view.shape[touched[0]] <= room)
-    return dataclasses.replace(vector, stays=fits)
+    most = (in_smem if vector.in_smem else in_vmem) // 4
+    if not touched or (rank > 1 and len(touched) == 1 and view.shape[touched[0]] <= most):
+        return vector
+    everywhere = all(d in touched or n == 1 for d, n in enumerate(view.shape))
+    return Place(tuple(range(rank)) if everywhere else touched, rank, stays=False)

@@ -89,8 +89,8 @@ class Sum:
     def _write_numbers(self, at: Any, index: tuple[Any, ...], accumulator: Any, result: Any) -> None:
         """Writes one number for each index along the last leading axis.
 
-        Eight are summed across registers at once: for examples of (8, 1024) in bfloat16 on v4 (jax 0.10.2), one at a time
-        took all arithmetic to 10.1 of the DMA time, eight at once take it to 1.9.
+        Eight are summed across registers at once: for examples of (8, 1024) in bfloat16 on v4 (jax 0.10.2), one at a
+        time took all arithmetic to 10.1 of the DMA time, eight at once take it to 1.9.
         """
         plan, place = self.plan, self.place
         axis = place.leading[-1]
