@@ -65,6 +65,16 @@ def test_in_a_loop() -> None:
     assert (one.opcode, one.chips, one.times) == ("all-reduce", 4, 7)
 
 
+def test_in_a_branch() -> None:
+    """Which branch runs is not known: each counts."""
+
+    def fn(x: jax.Array) -> jax.Array:
+        return jax.lax.cond(x[0, 0] > 0, lambda x: jax.lax.psum(jnp.sin(x), "chip"), lambda x: x, x)
+
+    (one,) = compile_on_a_row(fn, P(), P())
+    assert (one.opcode, one.bytes, one.chips, one.times) == ("all-reduce", WHOLE, 4, 1)
+
+
 def test_on_a_core_of_their_own() -> None:
     """TPU7x has its SparseCores do large sums, in computations that a thread of theirs runs."""
     mesh = Mesh(np.array(compiled.topology_devices("tpu7x:2x2x1")), ("chip",), axis_types=(AxisType.Auto,))

@@ -44,7 +44,7 @@ class Collective:
 
 
 def read(computations: dict[str, list[str]], entry: str, devices: int) -> tuple[Collective, ...]:
-    """The collectives of a program of so many devices; those in a branch of a conditional are not counted."""
+    """The collectives of a program of so many devices; every branch of a conditional counts, as if all ran."""
     found: dict[str, Collective] = {}
     for line, times, inside in _lines(computations, entry, 1):
         match = hlo.LINE.match(line)
@@ -71,11 +71,8 @@ def _lines(computations: dict[str, list[str]], name: str, times: int) -> Iterato
     """Each line that runs, how often, and the computation that it is in."""
     for line in computations.get(name, ()):
         yield line, times, name
-        # What else has a `to_apply` is a reduction, and that is its addition.
-        called = re.search(r"(?:(?:body|calls)=| call(?:-start)?\(.*to_apply=)%([\w.\-]+)", line)
-        if called:
-            trips = hlo.trips(computations, line) if " while(" in line else 1
-            yield from _lines(computations, called[1], times * trips)
+        for called, trips in hlo.called(computations, line):
+            yield from _lines(computations, called, times * trips)
 
 
 def _chips(line: str, devices: int) -> int:

@@ -213,21 +213,18 @@ def _instructions(computations: dict[str, list[str]], name: str, times: int) -> 
         shapes[match["name"]] = match["shape"]
         if match["opcode"] in _MOVES_NOTHING:
             continue
-        called = re.search(r"(?:body|to_apply|calls)=%([\w.\-]+)", line)
-        if match["opcode"] in ("while", "call", "async-start") and called:
-            trips = hlo.trips(computations, line) if match["opcode"] == "while" else 1
-            yield from _instructions(computations, called[1], times * trips)
+        inside = [
+            each
+            for called, trips in hlo.called(computations, line)
+            for each in _instructions(computations, called, times * trips)
+        ]
+        if match["opcode"] in ("while", "call", "async-start", "conditional"):
+            yield from inside
             continue
-        if match["opcode"] == "conditional":
-            for branch in hlo.branches(line):
-                yield from _instructions(computations, branch, times)
-            continue
-        if match["opcode"] == "fusion" and called:
+        if match["opcode"] == "fusion" and any(_KERNEL in its_line for _, its_line in inside):
             # A kernel that reads its part of a stack of arrays, or writes it, in place: the part is what moves.
-            kernels = [each for each in _instructions(computations, called[1], times) if _KERNEL in each[1]]
-            if kernels:
-                yield from kernels
-                continue
+            yield from ((instruction, its_line) for instruction, its_line in inside if _KERNEL in its_line)
+            continue
         operands = [shapes.get(operand, "") for operand in re.findall(r"%([\w.\-]+)", match["operands"])]
         read, written = sum(map(hlo.hbm_bytes, operands)), hlo.hbm_bytes(match["shape"])
         if match["opcode"].endswith("-done"):

@@ -33,7 +33,19 @@ def computations(text: str) -> Iterator[tuple[str, list[str]]]:
             lines[-1] += line
 
 
-def trips(computations: dict[str, list[str]], line: str) -> int:
+def called(computations: dict[str, list[str]], line: str) -> list[tuple[str, int]]:
+    """The computations that an instruction runs, and how often: a call's, a fusion's, a loop's body, each branch of a
+    conditional, as if all ran."""
+    if " conditional(" in line:
+        listed = re.search(r"branch_computations=\{([^}]*)\}", line)
+        names = r"%([\w.\-]+)" if listed else r"_computation=%([\w.\-]+)"
+        return [(name, 1) for name in re.findall(names, listed[1] if listed else line)]
+    # What else has a `to_apply` is a reduction, and that is its addition.
+    single = re.search(r"(?:(?:body|calls)=| call(?:-start)?\(.*to_apply=)%([\w.\-]+)", line)
+    return [(single[1], _trips(computations, line) if " while(" in line else 1)] if single else []
+
+
+def _trips(computations: dict[str, list[str]], line: str) -> int:
     """How often a loop runs: as XLA notes it, else the one number that its condition compares with, else once."""
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line)
     condition = re.search(r"condition=%([\w.\-]+)", line)
@@ -42,12 +54,6 @@ def trips(computations: dict[str, list[str]], line: str) -> int:
     if known:
         return int(known[1])
     return int(numbers[0]) if len(numbers) == 1 and "direction=LT" in body else 1
-
-
-def branches(line: str) -> list[str]:
-    """The computations that a conditional chooses from."""
-    listed = re.search(r"branch_computations=\{([^}]*)\}", line)
-    return re.findall(r"%([\w.\-]+)", listed[1]) if listed else re.findall(r"_computation=%([\w.\-]+)", line)
 
 
 def hbm_bytes(shape: str) -> int:
