@@ -1,4 +1,4 @@
-"""What a traced program runs."""
+"""Programs that the tests run, and what a traced one runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+import tiledops
 from tiledops import chips, simulator
+
+
+def differentiated(a: Any, x: Any, y: Any, g: Any) -> Any:
+    """The result of `axpy`, and the gradients of its operands."""
+    out, pullback = jax.vjp(tiledops.axpy, a, x, y)
+    return out, *pullback(g)
 
 
 def kernels(program: Any) -> Counter[str]:

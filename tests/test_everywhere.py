@@ -15,17 +15,12 @@ import jax.numpy as jnp
 import oracle
 import pytest
 from cases import CASES, Case
-from programs import fresh
+from programs import differentiated, fresh
 
 import tiledops
 from tiledops import chips, compiled
 
 Values = Any  # the result, and the gradients of the gain, the branch and the stream
-
-
-def direct(a: Any, x: Any, y: Any, g: Any) -> Values:
-    out, pullback = jax.vjp(tiledops.axpy, a, x, y)
-    return out, *pullback(g)
 
 
 def grad(a: Any, x: Any, y: Any, g: Any) -> Values:
@@ -58,7 +53,7 @@ def second(values: Any) -> Values:
 
 
 def vmap_of_grad(*operands: Any) -> Values:
-    return second(jax.vmap(direct)(*twice(*operands)))
+    return second(jax.vmap(differentiated)(*twice(*operands)))
 
 
 def grad_of_vmap(a: Any, x: Any, y: Any, g: Any) -> Values:
@@ -67,7 +62,7 @@ def grad_of_vmap(a: Any, x: Any, y: Any, g: Any) -> Values:
 
 
 def scan(*operands: Any) -> Values:
-    return second(jax.lax.scan(lambda carry, each: (carry, direct(*each)), (), twice(*operands))[1])
+    return second(jax.lax.scan(lambda carry, each: (carry, differentiated(*each)), (), twice(*operands))[1])
 
 
 def grad_of_scan(a: Any, x: Any, y: Any, g: Any) -> Values:
@@ -81,9 +76,9 @@ def grad_of_scan(a: Any, x: Any, y: Any, g: Any) -> Values:
 
 
 def while_loop(*operands: Any) -> Values:
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(direct, *operands))
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(differentiated, *operands))
     return jax.lax.while_loop(
-        lambda carry: carry[0] < 1, lambda carry: (carry[0] + 1, direct(*operands)), (jnp.int32(0), zeros)
+        lambda carry: carry[0] < 1, lambda carry: (carry[0] + 1, differentiated(*operands)), (jnp.int32(0), zeros)
     )[1]
 
 
@@ -110,7 +105,7 @@ def checkpointed_scan(a: Any, x: Any, y: Any, g: Any) -> Values:
 
 
 WAYS: tuple[Callable[..., Values], ...] = (
-    direct, grad, checkpoint, linearize, vmap_of_grad, grad_of_vmap, scan, grad_of_scan, while_loop, cond, switch,
+    differentiated, grad, checkpoint, linearize, vmap_of_grad, grad_of_vmap, scan, grad_of_scan, while_loop, cond, switch,
     checkpointed_scan,
 )  # fmt: skip
 # Each case once, each way with every twelfth case: the rotation keeps a kind of gain from meeting one way alone.

@@ -10,7 +10,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import BY_NAME, Case
-from programs import fresh
+from programs import differentiated, fresh
 
 import tiledops
 from tiledops import chips, compiled
@@ -27,11 +27,6 @@ SETTINGS = {
     "no_transfers": lambda: jax.transfer_guard_device_to_host("disallow_explicit"),
     "highest_precision": lambda: jax.default_matmul_precision("highest"),
 }
-
-
-def differentiated(a: Any, x: Any, y: Any, g: Any) -> Any:
-    out, pullback = jax.vjp(tiledops.axpy, a, x, y)
-    return out, *pullback(g)
 
 
 def check(case: Case, mode: str) -> Any:

@@ -130,8 +130,8 @@ def _axpy_forward(call: Call, in_place: bool, a: Any, x: Any, y: Any, *mask: Any
 
 def _axpy_backward(call: Call, in_place: bool, saved: Saved, g: Any) -> tuple[Any, ...]:
     if isinstance(g, SymbolicZero):
-        return None, None, None, *saved.no_gradient
-    return *_gradients(call, saved, g), g, *saved.no_gradient
+        return None, None, None, *_no_gradient(saved.mask)
+    return *_gradients(call, saved, g), g, *_no_gradient(saved.mask)
 
 
 _axpy.defvjp(_axpy_forward, _axpy_backward, symbolic_zeros=True)
@@ -153,8 +153,8 @@ def _scale_forward(call: Call, dtype: Any, a: Any, g: Any, *mask: Any) -> tuple[
 
 def _scale_backward(call: Call, dtype: Any, saved: Saved, u: Any) -> tuple[Any, ...]:
     if isinstance(u, SymbolicZero):
-        return None, None, *saved.no_gradient
-    return *_gradients(call, saved, u), *saved.no_gradient
+        return None, None, *_no_gradient(saved.mask)
+    return *_gradients(call, saved, u), *_no_gradient(saved.mask)
 
 
 _scale.defvjp(_scale_forward, _scale_backward, symbolic_zeros=True)
@@ -176,8 +176,8 @@ def _dot_forward(call: Call, shape: tuple[int, ...], g: Any, x: Any, *mask: Any)
 
 def _dot_backward(call: Call, shape: tuple[int, ...], saved: Factors, v: Any) -> tuple[Any, ...]:
     if isinstance(v, SymbolicZero):
-        return None, None, *saved.no_gradient
-    return saved.dg(call, v), saved.dx(call, v), *saved.no_gradient
+        return None, None, *_no_gradient(saved.mask)
+    return saved.dg(call, v), saved.dx(call, v), *_no_gradient(saved.mask)
 
 
 _dot.defvjp(_dot_forward, _dot_backward, symbolic_zeros=True)
@@ -206,8 +206,8 @@ def _scale_and_dot_backward(call: Call, dtype: Any, saved: tuple[Saved, Factors]
     (scaled, summed), (u, v) = saved, gradients
     da, dg = (None, None) if isinstance(u, SymbolicZero) else _gradients(call, scaled, u)
     if isinstance(v, SymbolicZero):
-        return da, dg, None, *scaled.no_gradient
-    return da, summed.dg(call, v, dg), summed.dx(call, v), *scaled.no_gradient
+        return da, dg, None, *_no_gradient(scaled.mask)
+    return da, summed.dg(call, v, dg), summed.dx(call, v), *_no_gradient(scaled.mask)
 
 
 _scale_and_dot.defvjp(_scale_and_dot_forward, _scale_and_dot_backward, symbolic_zeros=True)
@@ -231,11 +231,6 @@ class Saved:
         of_x = (a.value, x.value.dtype) if x.perturbed else (None, None)
         return cls(of_x[0], x.value if a.perturbed else None, mask, jax.typeof(a.value), of_x[1])
 
-    @property
-    def no_gradient(self) -> tuple[None, ...]:
-        """The mask's."""
-        return (None,) * len(self.mask)
-
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["g", "x", "mask"], meta_fields=["dtypes"])
 @dataclasses.dataclass(frozen=True)
@@ -253,11 +248,6 @@ class Factors:
         dtypes = g.value.dtype, x.value.dtype
         return cls(g.value if x.perturbed else None, x.value if g.perturbed else None, mask, dtypes)
 
-    @property
-    def no_gradient(self) -> tuple[None, ...]:
-        """The mask's."""
-        return (None,) * len(self.mask)
-
     def dg(self, call: Call, v: jax.Array, other: jax.Array | None = None) -> jax.Array | None:
         """v*x, and what else there is of it, or None if nobody differentiates by g."""
         if self.x is None:
@@ -269,6 +259,10 @@ class Factors:
     def dx(self, call: Call, v: jax.Array) -> jax.Array | None:
         """v*g, or None if nobody differentiates by x."""
         return None if self.g is None else _scale(call, self.dtypes[1], v, self.g, *self.mask)
+
+
+def _no_gradient(mask: tuple[jax.Array, ...]) -> tuple[None, ...]:
+    return (None,) * len(mask)
 
 
 def _gradients(call: Call, saved: Saved, g: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
