@@ -105,8 +105,8 @@ def checkpointed_scan(a: Any, x: Any, y: Any, g: Any) -> Values:
 
 
 WAYS: tuple[Callable[..., Values], ...] = (
-    differentiated, grad, checkpoint, linearize, vmap_of_grad, grad_of_vmap, scan, grad_of_scan, while_loop, cond, switch,
-    checkpointed_scan,
+    differentiated, grad, checkpoint, linearize, vmap_of_grad, grad_of_vmap, scan, grad_of_scan, while_loop, cond,
+    switch, checkpointed_scan,
 )  # fmt: skip
 # Each case once, each way with every twelfth case: the rotation keeps a kind of gain from meeting one way alone.
 ONCE = [(case, WAYS[(k + k // len(WAYS)) % len(WAYS)]) for k, case in enumerate(CASES)]
