@@ -9,7 +9,7 @@ step      kernels, HBM bytes and seconds to compile of an optimizer's step, of G
 block     HBM bytes of a transformer block's training step, its residual adds by tiledops and by plain jnp
 bytes     HBM bytes of one scaled add and of its backward pass, shape by shape
 
-Nothing here runs: libtpu compiles ahead of time for chips that are not attached (pip install "tiledops[test]").
+Nothing here runs: libtpu compiles ahead of time for chips that are not attached (pip install -e ".[test]").
 """
 
 from __future__ import annotations

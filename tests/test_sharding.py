@@ -245,7 +245,7 @@ def test_an_auto_mesh_without_a_spec(mode: str) -> None:
     [
         (PartitionSpec("batch"), "spec must name Auto axes of the mesh .*got 'batch'"),
         (PartitionSpec("data", None, None), "at most one entry an axis"),
-        (PartitionSpec(None, "data"), "divide x evenly"),
+        (PartitionSpec(None, "data"), "divide the array evenly"),
     ],
     ids=str,
 )

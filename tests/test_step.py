@@ -30,11 +30,11 @@ def state_of(make, params):
 
 
 def timed(step, params, state):
-    """The report of a step compiled with nothing remembered from before, and the seconds that it took."""
+    """The report of a step compiled with nothing remembered from before, and the processor's seconds that it took."""
     jax.clear_caches()
-    start = time.perf_counter()
+    start = time.process_time()
     report = compiled_step(step, params, state)
-    return report, time.perf_counter() - start
+    return report, time.process_time() - start
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -50,8 +50,8 @@ def test_gpt2_small_takes_fewer_kernels_than_xla_and_no_longer_to_compile(make):
     assert not ours.extra
     assert ours.temporary_bytes == 0
     assert ours.hbm_bytes <= xla.hbm_bytes + 16 * 4096 * len(ours.kernels)  # hyperparameters, a tile each
-    # `benchmark.py --part step` measures this in turns. The room is for what else the machine does meanwhile.
-    assert our_seconds <= 1.5 * their_seconds
+    # `benchmark.py --part step` measures this in turns. The room is for what a single try is off by.
+    assert our_seconds <= 1.3 * their_seconds
 
 
 @pytest.mark.parametrize(("name", "naive"), [("sgd", 44), ("adamw", 56)])

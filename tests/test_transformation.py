@@ -194,12 +194,21 @@ def test_sharded_parameters_stay_where_they_are(mode):
         assert leaf.sharding.spec == jax.P("data", *[None] * (leaf.ndim - 1))
 
 
+def test_a_gradient_of_another_shape_is_named():
+    params = {"w": jnp.ones((5, 7))}
+    tx = transforms.adamw(1e-3)
+    grads, state = {"w": jnp.ones((7, 5))}, tx.init(params)
+    for call, name in [(tx.step, "grads"), (tx.update, "updates")]:
+        with pytest.raises(ValueError, match=rf"{name}\['w'\] must have the shape of its parameter, \(5, 7\); got"):
+            call(grads, state, params)
+
+
 def test_on_auto_axes_specs_say_how_parameters_are_sharded():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     tx = transforms.sgd(0.1, 0.9)
     with jax.set_mesh(mesh), tiledops.use_config(mode="simulate"):
         params = fsdp(mesh)
-        with pytest.raises(ValueError, match=r"updates\['b'\]: .*Auto axes"):
+        with pytest.raises(ValueError, match=r"grads\['b'\]: .*Auto axes .*Either say how .*\(specs=, a tree of"):
             jax.jit(tx.step)(params, tx.init(params), params)
         step = jax.jit(lambda g, s, p: tx.step(g, s, p, specs=jax.P("data")))
         new, _ = step(params, tx.init(params), params)

@@ -84,7 +84,12 @@ def kernels_of(jaxpr):
         ({"a": {"w": np.ones(2, np.int32)}}, {"a": {"w": np.ones(2)}}, TypeError, r"params\['a'\]\['w'\].*int32.*Conv"),
         ([jnp.ones(2)], [jnp.ones(2, jnp.float16)], TypeError, r"updates\[0\].*float16.*astype\(jnp.bfloat16\)"),
         ({"w": jnp.ones(2)}, {"w": jnp.ones(2) * 1j}, TypeError, r"updates\['w'\].*complex64"),
-        ({"w": jnp.ones(2)}, {"w": jnp.ones(3)}, ValueError, r"params\['w'\] must have the shape.*\(3,\); got \(2,\)"),
+        (
+            {"w": jnp.ones(2)},
+            {"w": jnp.ones(3)},
+            ValueError,
+            r"updates\['w'\] must have the shape of.*\(2,\); got \(3,\)",
+        ),
         ({"w": jnp.ones(2)}, {"w": None}, ValueError, r"every parameter needs an update; got None for updates\['w'\]"),
         ({"w": jnp.ones(2)}, {"v": jnp.ones(2)}, ValueError, "one tree structure; updates differs"),
     ],

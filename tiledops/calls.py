@@ -31,11 +31,18 @@ class Call:
         return cls(resolved, modes.resolve(resolved), chips.target()[0])
 
     def placed(
-        self, coefficients: tuple[jax.Array, ...], arrays: tuple[jax.Array, ...], *, spec: PartitionSpec | None
+        self,
+        coefficients: tuple[jax.Array, ...],
+        arrays: tuple[jax.Array, ...],
+        *,
+        spec: PartitionSpec | None,
+        way_out: str = partitioning.SPEC,
     ) -> tuple[Call, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         """The call on the mesh that its arrays live on, and its operands (`partitioning.place`)."""
         opaque = self.mode != modes.REFERENCE
-        placement, coefficients, arrays = partitioning.place(coefficients, arrays, spec=spec, opaque=opaque)
+        placement, coefficients, arrays = partitioning.place(
+            coefficients, arrays, spec=spec, opaque=opaque, way_out=way_out
+        )
         return dataclasses.replace(self, placement=placement), coefficients, arrays
 
     def operation(

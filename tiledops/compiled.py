@@ -50,7 +50,7 @@ def topology_devices(topology: str) -> tuple[Any, ...]:
 
     Raises:
       ValueError: libtpu knows no such topology.
-      RuntimeError: libtpu is not installed (`pip install "tiledops[test]"`).
+      RuntimeError: libtpu is not installed (the package's extra `test` brings it).
     """
     from jax.experimental import topologies
 
@@ -61,7 +61,9 @@ def topology_devices(topology: str) -> tuple[Any, ...]:
         described = topologies.get_topology_desc(platform="tpu", topology_name=HOSTS.get(topology, topology))
     except Exception as error:  # jaxlib raises its own types for both
         if importlib.util.find_spec("libtpu") is None:
-            raise RuntimeError("compiling for TPU needs libtpu: pip install 'tiledops[test]'") from error
+            raise RuntimeError(
+                "compiling for TPU needs libtpu: install it, or this package with its extra: pip install -e '.[test]'"
+            ) from error
         raise ValueError(
             f"chip must be one of {', '.join(HOSTS)} or a topology such as 'v5e:4x4'; got {topology!r} ({error})"
         ) from error

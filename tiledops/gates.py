@@ -36,7 +36,7 @@ def new_gain(init: Initializer, key: Any, features: int | None, dtype: Any) -> A
             f"gain_init must be an initializer, called as gain_init(key, shape, dtype); got {init!r}. For a number use "
             "jax.nn.initializers.constant"
         )
-    shape, dtype = _gain_shape(features), _check_dtype(dtype, "param_dtype")
+    shape, dtype = gain_shape(features), _check_dtype(dtype, "param_dtype")
     try:
         return init(key, shape, dtype)
     except TypeError as error:
@@ -48,13 +48,14 @@ def new_gain(init: Initializer, key: Any, features: int | None, dtype: Any) -> A
         ) from None
 
 
-def _gain_shape(features: int | None) -> tuple[int, ...]:
+def gain_shape(features: int | None) -> tuple[int, ...]:
     if features is None:
         return ()
     if not isinstance(features, (int, np.integer)) or isinstance(features, bool) or features <= 0:
+        got = repr(features) if isinstance(features, (numbers.Number, str)) else type(features).__name__
         raise ValueError(
             "features must be None, for one gain in all, or the positive number of channels in the last axis, for one "
-            f"each; got {features!r}"
+            f"each; got {got}. Other arguments go by their names"
         )
     return (int(features),)
 

@@ -67,7 +67,9 @@ def _run_all(call: Call, launches: Sequence[Launch]) -> Iterator[tuple[list[int]
         if launch.arrays[0].size == 0:
             continue
         try:
-            its_call, coefficients, arrays = call.placed(launch.coefficients, launch.arrays, spec=launch.spec)
+            its_call, coefficients, arrays = call.placed(
+                launch.coefficients, launch.arrays, spec=launch.spec, way_out=partitioning.SPECS
+            )
         except ValueError as refusal:
             raise ValueError(f"{launch.where}: {refusal}") from None
         key: Any = i

@@ -56,6 +56,7 @@ class Axpy(nnx.Module):
         spec: Any = None,
         rngs: nnx.Rngs | None = None,
     ):
+        gates.gain_shape(features)  # a mistaken one before random streams are asked for, such as nnx.Rngs in its place
         self.gain: nnx.Param[jax.Array] | None = nnx.data(None)
         if learnable:
             self.gain = nnx.Param(gates.new_gain(gain_init, _params_key(rngs), features, param_dtype))

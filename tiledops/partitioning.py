@@ -33,8 +33,12 @@ class Placement:
     spec: PartitionSpec
 
 
+SPEC = "say how x and y are sharded (spec=jax.P(...), one entry an axis of x)"
+SPECS = "say how the leaves are sharded (specs=, a tree of jax.P(...), or a prefix of it)"
+
+
 def place(
-    coefficients: Arrays, arrays: Arrays, *, spec: PartitionSpec | None, opaque: bool
+    coefficients: Arrays, arrays: Arrays, *, spec: PartitionSpec | None, opaque: bool, way_out: str = SPEC
 ) -> tuple[Placement | None, Arrays, Arrays]:
     """How a call is to be partitioned over Auto axes, and its operands brought together for it.
 
@@ -46,6 +50,7 @@ def place(
       arrays: of one shape. They and the coefficients are resharded or refused as `a*x + y` would be.
       spec: the arrays' PartitionSpec over Auto axes.
       opaque: whether a kernel runs. Plain jnp needs no help from `spec`.
+      way_out: how the caller's user gives `spec`.
 
     Raises:
       ValueError: no `spec` on a mesh with Auto axes, or one that doesn't fit the mesh or the shape.
@@ -58,8 +63,8 @@ def place(
         return None, coefficients, arrays
     if spec is None and any(size > 1 for size in auto.values()):
         raise ValueError(
-            f"x is an array on a mesh with Auto axes {_sizes(auto)}, over which XLA can't partition a kernel. Either "
-            "say how x and y are sharded (spec=jax.P(...), one entry an axis of x), or "
+            f"the arrays are on a mesh with Auto axes {_sizes(auto)}, over which XLA can't partition a kernel. Either "
+            f"{way_out}, or "
             "give the mesh Explicit axes (jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Explicit,) * n)), or "
             "call inside jax.shard_map"
         )
@@ -208,7 +213,7 @@ def _check_simulator(mesh: Any, *, nested: bool) -> None:
 
 def _check_spec(spec: PartitionSpec, sizes: dict[str, int], shape: tuple[int, ...]) -> None:
     if len(spec) > len(shape):
-        raise ValueError(f"spec must have at most one entry an axis of x; got {spec} for shape {shape}")
+        raise ValueError(f"spec must have at most one entry an axis of the array; got {spec} for shape {shape}")
     for extent, entry in zip(shape, spec, strict=False):
         shards = 1
         for name in _names(entry):
@@ -217,7 +222,7 @@ def _check_spec(spec: PartitionSpec, sizes: dict[str, int], shape: tuple[int, ..
             shards *= sizes[name]
         if extent % shards:
             raise ValueError(
-                f"spec must divide x evenly: {spec} cuts an axis of {extent} into {shards} for shape {shape}"
+                f"spec must divide the array evenly: {spec} cuts an axis of {extent} into {shards} for shape {shape}"
             )
 
 

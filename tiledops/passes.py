@@ -132,6 +132,8 @@ class _Leaves:
         """The pass of one leaf through the stages that are active for it."""
         what, param = (f"{name}{where}" for name in self.names)
         g = check_leaf(g, what)
+        if getattr(p, "shape", g.shape) != g.shape:
+            raise ValueError(f"{what} must have the shape of its parameter, {p.shape}; got {g.shape}")
         dtype = g.dtype
         chain, taken, values = [], [], list(self.guard)
         coefficients = [self._coefficient(value, g.shape, "", what) for value in self.guard]

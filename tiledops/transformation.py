@@ -95,7 +95,10 @@ class TiledTransformation(optax.GradientTransformationExtraArgs):
             stages, finish = plan(state, Incoming(grads, specs, request.squares))
             if params is None and (request.apply or any(stage.link.reads_param for stage in stages)):
                 raise ValueError("this transformation needs the parameters; got params=None. Pass them to update()")
-            results, new = passes.run(stages, grads, params, apply=request.apply, accept=request.accept, specs=specs)
+            names = ("grads" if request.apply else "updates", "params")  # of `step`'s argument, or `update`'s
+            results, new = passes.run(
+                stages, grads, params, apply=request.apply, accept=request.accept, specs=specs, names=names
+            )
             return results, finite.chosen(request.accept, finish(new), state, new)
 
         self = cls(init, run)
