@@ -15,6 +15,7 @@ the same losses to the last bit.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -111,6 +112,18 @@ def join(args: argparse.Namespace) -> None:
             raise
 
 
+def check_alike(args: argparse.Namespace, settings: Settings) -> None:
+    """Raises RunError if the hosts were started differently: they would wait for each other, or train a mix."""
+    own = ("coordinator", "process_id", "out", "data")  # of the data, its size is in the settings
+    given = {name: value for name, value in vars(args).items() if name not in own}
+    if other := parallel.different(given | dataclasses.asdict(settings) | {"checkpoints": checkpoints_of(args)}):
+        raise RunError(f"not all hosts have the same {', '.join(other)}: start the same command on each")
+
+
+def checkpoints_of(args: argparse.Namespace) -> str:
+    return args.checkpoints or str(args.out / "checkpoints")
+
+
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     least = dict.fromkeys(("context", "steps", "save_every", "keep", "patience", "num_processes"), 1)
     at_least(parser, args, least | {"batch": 2, "seed": 0})  # an axis of 1 has no sharding in its type
@@ -136,6 +149,7 @@ def run(args: argparse.Namespace) -> bool:
             mesh = parallel.make_mesh(compiled.topology_devices(args.compile_only), args.mesh)
         else:
             join(args)
+            check_alike(args, settings)
             mesh = parallel.make_mesh(jax.devices(), args.mesh)
         parallel.check_fits(settings, mesh)
     except (ValueError, RuntimeError) as error:  # the latter: no libtpu to compile with, no coordinator to join
@@ -154,7 +168,7 @@ def run(args: argparse.Namespace) -> bool:
         say(runs)
         log = Log(args.out)
         plan = loop.Plan(args.save_every, args.patience, log.folder("profile") if args.profile else None)
-        checkpoints = Checkpoints(args.checkpoints or str(args.out / "checkpoints"), args.keep, say)
+        checkpoints = Checkpoints(checkpoints_of(args), args.keep, say)
         try:
             finished = loop.run(settings, mesh, text, checkpoints, log, plan)
         finally:

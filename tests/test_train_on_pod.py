@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
+import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 import train_on_pod
 from flax import nnx
 from jax.sharding import Mesh
-from pod import account, data, loop, parallel, presets, training
+from pod import RunError, account, checkpoints, data, loop, parallel, presets, training
 from pod.checkpoints import Checkpoints, checksums, reason
 from pod.log import Log
 
@@ -26,7 +29,7 @@ import tiledops
 from tiledops import transforms
 
 TINY = presets.Settings("tiny", 16, 16, steps=8, learning_rate=1e-2, drop=0.1, seed=0, text_bytes=1000)
-TEXT = data.Text([np.arange(n, dtype=np.uint8) for n in (100, 1, 200)])
+TEXT = data.Text([data.Memory(np.arange(n, dtype=np.uint8)) for n in (100, 1, 200)])
 
 
 def mesh_of(*shape: int) -> Mesh:
@@ -67,6 +70,30 @@ def test_a_folder_of_files(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     text = data.Text.of(tmp_path)
     assert text.window(0, len(text)).tobytes() == b"onetwo"
+
+
+def test_a_folder_of_more_files_than_may_be_open(tmp_path: Path) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = max(map(int, os.listdir("/proc/self/fd"))) + 50
+    for number in range(1000, 1000 + few):
+        (tmp_path / str(number)).write_bytes(b"%d" % number)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, limit[1]))
+    try:
+        text = data.Text.of(tmp_path)
+        assert text.window(0, len(text)).tobytes() == b"".join(b"%d" % number for number in range(1000, 1000 + few))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+
+def test_a_file_that_changed_while_it_was_trained_on(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"longer")
+    text = data.Text.of(tmp_path)
+    (tmp_path / "a").write_bytes(b"short")
+    with pytest.raises(RunError, match=r"^--data \S+/a is shorter than the 6 bytes that it had$"):
+        text.window(0, 6)
+    (tmp_path / "a").unlink()
+    with pytest.raises(RunError, match=r"^--data \S+/a cannot be read: No such file or directory$"):
+        text.window(0, 6)
 
 
 def test_a_batch_depends_on_seed_and_step_alone() -> None:
@@ -223,6 +250,44 @@ def test_the_last_few_are_kept_and_restored_on_another_mesh(tmp_path: Path) -> N
         assert_state(state, 3, mesh)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.EMFILE, os.strerror(errno.EMFILE)), ValueError("RESOURCE_EXHAUSTED: 20 GB"), MemoryError()],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_is_wrong_with_the_machine_sets_no_checkpoint_aside(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def restore(*_: Any, **__: Any) -> None:
+        raise error
+
+    saved(tmp_path, mesh_of(1, 1, 1))
+    with monkeypatch.context() as patched:
+        patched.setattr(ocp.CheckpointManager, "restore", restore)
+        with pytest.raises(RunError, match=r"^checkpoint 2 in \S+ cannot be read: "):
+            restored(tmp_path, mesh_of(1, 1, 1))
+    assert restored(tmp_path, mesh_of(1, 1, 1))[1] == ["checkpoint 2: restored"]
+
+
+def test_what_closing_finds_ends_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def close(_: Any) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    checkpoints = Checkpoints(str(tmp_path), 2, print)
+    with monkeypatch.context() as patched:
+        patched.setattr(ocp.CheckpointManager, "close", close)
+        with pytest.raises(RunError, match=r"^a checkpoint cannot be written to \S+: .*Too many open files$"):
+            checkpoints.close()
+    checkpoints.close()
+
+
+def test_hosts_that_see_other_checkpoints_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    saved(tmp_path, mesh_of(1, 1, 1))
+    monkeypatch.setattr(checkpoints, "different", list)  # every name: no host has what another has
+    with pytest.raises(RunError, match=r"^not all hosts see the same checkpoints in \S+: it must be a folder"):
+        restored(tmp_path, mesh_of(1, 1, 1))
+
+
 def test_none(tmp_path: Path) -> None:
     assert restored(tmp_path / "new" / "folder", mesh_of(1, 1, 1)) == (None, [])
 
@@ -374,7 +439,9 @@ def test_reasons_are_short() -> None:
 
 def test_what_else_is_in_the_metrics_file_is_dropped(tmp_path: Path) -> None:
     kept = b'{"step": 1}\n'
-    (tmp_path / "metrics.jsonl").write_bytes(kept + b'null\n[1]\n{}\n{"step": null}\n\xff\xfe\n{"step": 2}\n{"st')
+    (tmp_path / "metrics.jsonl").write_bytes(
+        kept + b'null\n[1]\n{}\n{"step": null}\n{"step": Infinity}\n\xff\xfe\n{"step": 2}\n{"st'
+    )
     with Log(tmp_path).steps(1, 2) as record:
         record({"step": 2, "loss": 1.0, "tokens_per_second": 1.0, "refused": 0})
     first, second = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)

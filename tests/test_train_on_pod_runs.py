@@ -150,6 +150,20 @@ print("read", sorted(read))
 
 
 @pytest.mark.timeout(400)
+def test_hosts_started_differently_are_refused(tmp_path: Path) -> None:
+    """With other seeds they would train a mix of two models; the one that saves more often would wait for ever."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        join = ("--coordinator", f"localhost:{free.getsockname()[1]}", "--num-processes", "2", "--process-id")
+    seeds = [("--seed", str(index), "--save-every", str(1 + index), "--out", str(tmp_path)) for index in range(2)]
+    two = [start(*flags, *join, str(index)) for index, flags in enumerate(seeds)]
+    for code, _, error in [finished(process) for process in two]:
+        assert code == 2, error
+        expected = "error: not all hosts have the same seed, save_every: start the same command on each"
+        assert error.splitlines()[-1].endswith(expected)
+
+
+@pytest.mark.timeout(400)
 def test_two_processes_equal_one_and_each_reads_its_share(tmp_path: Path) -> None:
     job = JOB.format(examples=str(SCRIPT.parent))
     arguments = ("-c", job, "--context", "8", "--steps", "4", "--mesh", "2,2,2", "--save-every", "2")

@@ -28,9 +28,15 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from pod import RunError
-from pod.parallel import names
+from pod.parallel import different, names
 from pod.presets import Settings
 from pod.training import State
+
+# What an error says that is of this machine or of the way to the checkpoint, which may be as good as ever.
+NOT_DAMAGED = (
+    *map(os.strerror, (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT)),
+    *("RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED"),
+)
 
 
 class Checkpoints:
@@ -95,7 +101,12 @@ class Checkpoints:
         Raises:
           RunError: it is of a run with other settings, of another model or program, or must not be read.
         """
-        for step in sorted(self.manager.all_steps(), reverse=True):
+        steps = sorted(self.manager.all_steps(), reverse=True)
+        if different({"steps": steps}):
+            raise RunError(
+                f"not all hosts see the same checkpoints in {self.folder}: it must be a folder that they share"
+            )
+        for step in steps:
             fault, state = self._read(step, settings, like)
             if jax.process_count() > 1:  # bad for one is bad for all
                 fault = fault or (
@@ -124,7 +135,7 @@ class Checkpoints:
         except RunError:
             raise
         except Exception as error:  # whatever a damaged file makes of orbax
-            if reason(error) == os.strerror(errno.EACCES):
+            if isinstance(error, MemoryError) or any(word in str(error) for word in NOT_DAMAGED):
                 raise RunError(f"checkpoint {step} in {self.folder} cannot be read: {reason(error)}") from error
             return reason(error), None
         state = jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in flat(like)])
@@ -153,7 +164,10 @@ class Checkpoints:
         try:
             self.finish()
         finally:
-            self.manager.close()
+            try:
+                self.manager.close()
+            except Exception as error:  # as above
+                raise self._unwritten(error) from error
 
 
 def about_run(settings: Settings, state: State) -> dict[str, dict[str, Any]]:

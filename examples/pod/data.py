@@ -7,23 +7,60 @@ reads the rows of its own chips and no others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import language_model
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from pod import RunError
 from pod.parallel import BATCH
 
 
-class Text:
-    """The bytes of files one after the other, mapped into memory: what is not asked for is not read."""
+class File(NamedTuple):
+    """Open only while it is read: a text may be of more files than a process may hold open."""
 
-    def __init__(self, parts: list[np.ndarray]):
+    path: Path
+    size: int
+
+    def read(self, offset: int, most: int) -> np.ndarray:
+        """Up to so many bytes.
+
+        Raises:
+          RunError: they are not there any more.
+        """
+        count = min(most, self.size - offset)
+        try:
+            found = np.fromfile(self.path, np.uint8, count, offset=offset)
+        except OSError as error:
+            raise RunError(f"--data {self.path} cannot be read: {error.strerror or error}") from error
+        if len(found) < count:
+            raise RunError(f"--data {self.path} is shorter than the {self.size} bytes that it had")
+        return found
+
+
+class Memory(NamedTuple):
+    """What a `File` is, of bytes that are here."""
+
+    content: np.ndarray
+
+    @property
+    def size(self) -> int:
+        return len(self.content)
+
+    def read(self, offset: int, most: int) -> np.ndarray:
+        return self.content[offset : offset + most]
+
+
+class Text:
+    """The bytes of several parts one after the other: what is not asked for is not read."""
+
+    def __init__(self, parts: Sequence[File | Memory]):
         self.parts = parts
-        self.ends = np.cumsum([len(part) for part in parts])
+        self.ends = np.cumsum([part.size for part in parts])
 
     @classmethod
     def of(cls, folder: Path | None) -> Text:
@@ -33,9 +70,11 @@ class Text:
           OSError: the folder or a file in it cannot be read.
         """
         if folder is None:
-            return cls([language_model.standard_library(0)[0]])
+            return cls([Memory(language_model.standard_library(0)[0])])
         files = sorted(path for path in folder.iterdir() if path.is_file())
-        return cls([np.memmap(path, np.uint8, mode="r") for path in files if path.stat().st_size])
+        for path in files:
+            path.open("rb").close()  # rather refused now than in the middle of a run
+        return cls([File(path, path.stat().st_size) for path in files])
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if self.parts else 0
@@ -45,7 +84,7 @@ class Text:
         part = int(np.searchsorted(self.ends, start, side="right"))
         offset = start - (int(self.ends[part - 1]) if part else 0)
         while length > 0:
-            pieces.append(self.parts[part][offset : offset + length])
+            pieces.append(self.parts[part].read(offset, length))
             length -= len(pieces[-1])
             part, offset = part + 1, 0
         return np.concatenate(pieces)

@@ -84,5 +84,5 @@ class Log:
 def _step(line: bytes) -> float:
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, TypeError, LookupError):  # cut off in the middle, or of something else
+    except (ValueError, TypeError, LookupError, OverflowError):  # cut off in the middle, or of something else
         return math.inf

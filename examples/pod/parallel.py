@@ -11,11 +11,14 @@ tensor  attention heads and the MLP's features; each branch ends in a sum over t
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pod.presets import Settings
@@ -62,6 +65,15 @@ def check_fits(settings: Settings, mesh: Mesh) -> None:
     ):
         if extent % by:
             raise ValueError(f"{what} {extent} must be a multiple of the mesh's {axis}, {by}")
+
+
+def different(values: dict[str, Any]) -> list[str]:
+    """The names of the values that are not the same in all hosts' processes, each of which calls this."""
+    if jax.process_count() == 1:
+        return []
+    sums = np.array([zlib.crc32(repr(value).encode()) for value in values.values()], np.uint32)
+    everywhere = multihost_utils.process_allgather(sums)
+    return [name for name, same in zip(values, (everywhere == sums).all(0), strict=True) if not same]
 
 
 def names(path: Any) -> list[str]:
