@@ -22,12 +22,17 @@ def printed(monkeypatch: pytest.MonkeyPatch, capsys: Any, *arguments: str) -> st
 
 
 @pytest.mark.parametrize(
-    ("topology", "mesh", "devices"),
-    [("v5e:2x2", "2,2,1", 4), ("v5p:2x2x2", "1,4,2", 8), ("tpu7x:2x2x1", "8,1,1", 8)],
+    ("topology", "mesh", "devices", "bandwidth"),  # of the memory, by the datasheet, with its three digits
+    [("v5e:2x2", "2,2,1", 4, 819e9), ("v5p:2x2x2", "1,4,2", 8, 2765e9), ("tpu7x:2x2x1", "8,1,1", 8, 7380e9 / 2)],
 )
-def test_three_topologies(topology: str, mesh: str, devices: int, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_three_topologies(
+    topology: str, mesh: str, devices: int, bandwidth: float, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    of, accounts = account.of, list[account.Account]()
+    monkeypatch.setattr(account, "of", lambda *what: (accounts.append(of(*what)), accounts[-1])[1])
     text = printed(monkeypatch, capsys, "--compile-only", topology, "--mesh", mesh)
     kind = topology.partition(":")[0]
+    assert accounts[0].hbm_bandwidth == pytest.approx(bandwidth, rel=3e-3)
     assert re.search(rf"parameters +131,\d{{3}}, on {devices} devices of TPU {kind}\n", text)
     held = re.search(
         r"a device holds (\S+) GB of arguments and (\S+) GB of temporaries: (\S+) of (\S+) GB, it fits", text
