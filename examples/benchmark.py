@@ -82,9 +82,8 @@ def compile_part(chips: list[str], tries: int) -> None:
     for chip in chips:
         compiled.topology_devices(chip)  # libtpu is loaded before the first try
         times: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
-        for _ in range(tries):
-            for way, axpy in WAYS.items():
-                times[way].append(seconds_to_compile(axpy, chip))
+        for _, (way, axpy) in itertools.product(range(tries), WAYS.items()):
+            times[way].append(seconds_to_compile(axpy, chip))
         together = {way: statistics.median(map(sum, tries)) for way, tries in times.items()}
         for way, tries_of_it in times.items():
             first, second = (statistics.median(column) for column in zip(*tries_of_it, strict=True))
@@ -130,20 +129,17 @@ def steps_of(optimizer: str) -> dict[str, Callable[..., Any]]:
 def step_part(chips: list[str], tries: int) -> None:
     params = [struct(shape) for shape in GPT2_SMALL]
     count = sum(math.prod(shape) for shape in GPT2_SMALL)
-    print(
-        f"\nOne step of {len(params)} leaves, {count:,} float32 parameters; seconds are the median of {tries} in turns"
-    )
+    print(f"\nOne step of {len(params)} leaves, {count:,} float32 parameters; seconds: the median of {tries} in turns")
     print(f"{'chip':8}{'optimizer':15}{'':13}{'kernels':>8}{'bytes a parameter':>19}{'seconds to compile':>20}")
     for chip, optimizer in itertools.product(chips, ("sgd", "adamw", "clipped adamw")):
         compiled.topology_devices(chip)
         state = jax.eval_shape(optax.chain(*links_of(optimizer, optax)).init, params)
         reports, seconds = {}, collections.defaultdict(list)
-        for _ in range(tries):
-            for way, step in steps_of(optimizer).items():
-                jax.clear_caches()
-                start = time.perf_counter()
-                reports[way] = compiled.compile_for(step, params, state, params, chip=chip, donate_argnums=(0, 1))
-                seconds[way].append(time.perf_counter() - start)
+        for _, (way, step) in itertools.product(range(tries), steps_of(optimizer).items()):
+            jax.clear_caches()
+            start = time.perf_counter()
+            reports[way] = compiled.compile_for(step, params, state, params, chip=chip, donate_argnums=(0, 1))
+            seconds[way].append(time.perf_counter() - start)
         for way, report in reports.items():
             kernels = len(report.kernels) or sum(i.opcode == "fusion" for i in report.instructions)
             each, time_taken = report.hbm_bytes / count, statistics.median(seconds[way])
@@ -156,7 +152,6 @@ def step_part(chips: list[str], tries: int) -> None:
 
 TOKENS, SEQUENCE, FEATURES, HEADS, HIDDEN = 8192, 1024, 1024, 16, 4096
 MODEL_CHIPS = 4  # of the tensor-parallel mesh
-ENDS = ("matmul", "psum", "kernel")
 
 PARAMETERS = {  # and the axis that tensor parallelism shards
     "query_key_value": ((FEATURES, 3, FEATURES), 2),
@@ -229,10 +224,10 @@ kernel_matmul.defvjp(
 
 def block_report(way: str, end: str, chip: str, learnable: bool) -> compiled.Report:
     """Of one chip's program."""
-    axpy, mesh = WAYS[way], Mesh(np.array(compiled.topology_devices(chip)[:1]), ("model",))
-    if end == "psum":
-        mesh = Mesh(np.array(compiled.topology_devices(chip)[:MODEL_CHIPS]), ("model",))
-        axpy = functools.partial(axpy, spec=jax.P()) if axpy is tiledops.axpy else axpy
+    axpy, count = WAYS[way], MODEL_CHIPS if end == "psum" else 1
+    mesh = Mesh(np.array(compiled.topology_devices(chip)[:count]), ("model",))
+    if end == "psum" and axpy is tiledops.axpy:
+        axpy = functools.partial(axpy, spec=jax.P())
 
     def placed(shape: tuple[int, ...], dtype: Any, axis: int | None = None) -> Any:
         spec = jax.P() if axis is None else jax.P(*[None] * axis, "model")
@@ -248,12 +243,9 @@ def block_part(chips: list[str], gains: list[str]) -> None:
     print(f"\nHBM megabytes of a block's training step: {TOKENS} tokens, {FEATURES} features, bfloat16, of one chip")
     print(f"matmul: a branch ends in a matmul; psum: in its sum over {MODEL_CHIPS} chips; kernel: in another kernel")
     print(f"{'chip':8}{'ends in':10}{'gain':12}{'tiledops':>10}{'plain jnp':>10}{'difference':>12}")
-    for chip in chips:
-        for end in ENDS:
-            for gain in gains:
-                ours, plain = (block_report(way, end, chip, gain == "learnable").hbm_bytes for way in WAYS)
-                row = f"{chip:8}{end:10}{gain:12}{ours / 1e6:10.0f}{plain / 1e6:10.0f}{ours / plain - 1:+12.1%}"
-                print(row, flush=True)
+    for chip, end, gain in itertools.product(chips, ("matmul", "psum", "kernel"), gains):
+        ours, plain = (block_report(way, end, chip, gain == "learnable").hbm_bytes for way in WAYS)
+        print(f"{chip:8}{end:10}{gain:12}{ours / 1e6:10.0f}{plain / 1e6:10.0f}{ours / plain - 1:+12.1%}", flush=True)
 
 
 # bytes: one operation
@@ -276,15 +268,14 @@ def operations(shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], C
 
 def bytes_part(chips: list[str]) -> None:
     print("\nHBM bytes of a*x + y and of the gradients of a and x: tiledops / plain jnp")
-    for dtype in (F32, BF16):
-        for shape in SHAPES:
-            for name, gain, of in operations(shape):
-                args = (struct(gain), struct(shape, dtype), struct(shape, dtype))
-                pairs = []
-                for chip in chips:
-                    ours, plain = (compiled.compile_for(of(op), *args, chip=chip).hbm_bytes for op in WAYS.values())
-                    pairs.append(f"{chip} {ours:,} / {plain:,} ({ours / plain:.2f})")
-                print(f"{jnp.dtype(dtype).name:9}{shape!s:18}{name}: {'; '.join(pairs)}")
+    for dtype, shape in itertools.product((F32, BF16), SHAPES):
+        for name, gain, of in operations(shape):
+            args = (struct(gain), struct(shape, dtype), struct(shape, dtype))
+            pairs = []
+            for chip in chips:
+                ours, plain = (compiled.compile_for(of(op), *args, chip=chip).hbm_bytes for op in WAYS.values())
+                pairs.append(f"{chip} {ours:,} / {plain:,} ({ours / plain:.2f})")
+            print(f"{jnp.dtype(dtype).name:9}{shape!s:18}{name}: {'; '.join(pairs)}")
 
 
 def main() -> None:
@@ -294,14 +285,14 @@ def main() -> None:
     parser.add_argument("--gains", nargs="+", choices=["learnable", "1"], default=["learnable"], help="of the block")
     parser.add_argument("--tries", type=int, default=5, help="how often each is compiled in the compile and step parts")
     options = parser.parse_args()
-    if options.part in ("compile", "all"):
-        compile_part(options.chips, options.tries)
-    if options.part in ("step", "all"):
-        step_part(options.chips, options.tries)
-    if options.part in ("block", "all"):
-        block_part(options.chips, options.gains)
-    if options.part in ("bytes", "all"):
-        bytes_part(options.chips)
+    parts: dict[str, Callable[[], None]] = {
+        "compile": lambda: compile_part(options.chips, options.tries),
+        "step": lambda: step_part(options.chips, options.tries),
+        "block": lambda: block_part(options.chips, options.gains),
+        "bytes": lambda: bytes_part(options.chips),
+    }
+    for part in parts if options.part == "all" else [options.part]:
+        parts[part]()
 
 
 if __name__ == "__main__":
