@@ -239,7 +239,7 @@ def test_without_libtpu_the_way_out_is_said(monkeypatch):
     monkeypatch.setattr(topologies, "get_topology_desc", refuse)
     monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: None)
     for topology in ("tpu7x", "v5e:16x16"):
-        with pytest.raises(RuntimeError, match=r"pip install 'tiledops\[test\]'"):
+        with pytest.raises(RuntimeError, match=r"needs libtpu: .* pip install -e '.\[test\]'"):
             compiled.topology_devices.__wrapped__(topology)
 
 

@@ -136,7 +136,7 @@ def test_a_fixed_gain_is_no_state():
     [
         (lambda rngs: Axpy(4, rngs=rngs), ValueError, r"features=4 and shape \(3, 5\)"),
         (lambda rngs: Axpy(-1, rngs=rngs), ValueError, "features must be .*; got -1"),
-        (lambda rngs: Axpy(rngs), ValueError, "features must be .*; got Rngs. Other arguments go by their names"),
+        (Axpy, ValueError, "features must be .*; got Rngs. Other arguments go by their names"),
         (lambda rngs: Axpy(), TypeError, r"needs rngs.*try rngs=nnx.Rngs\(0\).*; got .*NoneType"),
         (lambda rngs: Axpy(gain_init=0.5, rngs=rngs), TypeError, "initializers.constant"),
         (lambda rngs: Axpy(dtype=jnp.float16, rngs=rngs), TypeError, "dtype must be float32 or bfloat16"),

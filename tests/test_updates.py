@@ -88,7 +88,7 @@ def kernels_of(jaxpr):
             {"w": jnp.ones(2)},
             {"w": jnp.ones(3)},
             ValueError,
-            r"updates\['w'\] must have the shape of.*\(2,\); got \(3,\)",
+            r"updates\['w'\] must have the shape.*\(2,\); got \(3,\)",
         ),
         ({"w": jnp.ones(2)}, {"w": None}, ValueError, r"every parameter needs an update; got None for updates\['w'\]"),
         ({"w": jnp.ones(2)}, {"v": jnp.ones(2)}, ValueError, "one tree structure; updates differs"),
