@@ -279,7 +279,8 @@ def bytes_part(chips: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain, allow_abbrev=False)
     parser.add_argument("--part", choices=["compile", "step", "block", "bytes", "all"], default="all")
     parser.add_argument("--chips", nargs="+", choices=CHIPS, default=list(CHIPS))
     parser.add_argument("--gains", nargs="+", choices=["learnable", "1"], default=["learnable"], help="of the block")

@@ -105,7 +105,7 @@ def table() -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--mode", choices=("tpu", "simulate", "reference"), help="default: tpu on a TPU, else simulate")
     args = parser.parse_args()
     with tiledops.use_config(mode=args.mode) as config:

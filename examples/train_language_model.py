@@ -142,7 +142,7 @@ def plot(path: Path, curves: dict[str, list[float]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--mode", choices=("tpu", "simulate", "reference"), help="default: tpu on a TPU, else simulate")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0, help="of the model, the batches and the split of the text")

@@ -253,7 +253,7 @@ def plot(curves: dict[str, list[float]], columns: int = 70, rows: int = 18) -> s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     modes = ("tpu", "simulate", "reference")
     parser.add_argument("--mode", choices=modes, default="reference", help="default: reference, plain jnp for kernels")
     parser.add_argument("--steps", type=int, default=1500, help="of each network")

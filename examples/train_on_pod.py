@@ -31,7 +31,7 @@ from tiledops import compiled
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="tiny")
     add("--batch", type=int, help="windows of text a step, over all devices; default: the preset's")
@@ -167,7 +167,7 @@ def run(args: argparse.Namespace) -> bool:
             return True
         say(runs)
         log = Log(args.out)
-        plan = loop.Plan(args.save_every, args.patience, log.folder("profile") if args.profile else None)
+        plan = loop.Plan(args.save_every, args.patience, args.profile)
         checkpoints = Checkpoints(checkpoints_of(args), args.keep, say)
         try:
             finished = loop.run(settings, mesh, text, checkpoints, log, plan)

@@ -357,7 +357,7 @@ def test_a_half_written_checkpoint_is_skipped(tmp_path: Path) -> None:
 
 def test_a_run_with_other_settings_is_refused(tmp_path: Path) -> None:
     saved(tmp_path, mesh_of(1, 2, 1))
-    with pytest.raises(train_on_pod.RunError, match=r"are of a run with other settings: seed 0, now 1$"):
+    with pytest.raises(train_on_pod.RunError, match=r"are of a run with other settings: seed 0, now 1\. Give another"):
         restored(tmp_path, mesh_of(1, 2, 1), TINY.__class__(**{**vars(TINY), "seed": 1}))
 
 
@@ -437,15 +437,16 @@ def test_reasons_are_short() -> None:
 # The log
 
 
-def test_what_else_is_in_the_metrics_file_is_dropped(tmp_path: Path) -> None:
+def test_what_else_is_in_the_metrics_file_is_set_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = b'{"step": 1}\n'
-    (tmp_path / "metrics.jsonl").write_bytes(
-        kept + b'null\n[1]\n{}\n{"step": null}\n{"step": Infinity}\n\xff\xfe\n{"step": 2}\n{"st'
-    )
+    others = b'null\n[1]\n{}\n{"step": null}\n{"step": Infinity}\n\xff\xfe\n{"step": 2}\n{"st'
+    (tmp_path / "metrics.jsonl").write_bytes(kept + others)
     with Log(tmp_path).steps(1, 2) as record:
         record({"step": 2, "loss": 1.0, "tokens_per_second": 1.0, "refused": 0})
     first, second = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     assert (first, json.loads(second)["loss"]) == (kept, 1.0)
+    assert (tmp_path / "metrics.dropped.jsonl").read_bytes() == others + b"\n"
+    assert "metrics of 8 steps that are not in the checkpoint are now in" in capsys.readouterr().out
 
 
 def test_a_metrics_file_that_cannot_be_written_ends_in_one_line(tmp_path: Path) -> None:

@@ -185,7 +185,8 @@ def refuse_others(what: str, saved: dict[str, Any], now: dict[str, Any]) -> None
     names = [name for name in {**now, **saved} if now.get(name) != saved.get(name)]
     if names:
         shown = "; ".join(f"{name} {saved.get(name)}, now {now.get(name)}" for name in names[:8])
-        raise RunError(f"{what}: {shown}{f'; and {len(names) - 8} more' if names[8:] else ''}")
+        more = f"; and {len(names) - 8} more" if names[8:] else ""
+        raise RunError(f"{what}: {shown}{more}. Give another --checkpoints, or what it was begun with")
 
 
 def flat(state: State) -> dict[str, Any]:

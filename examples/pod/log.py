@@ -24,7 +24,7 @@ def say(line: str) -> None:
 class Log:
     """A line for each step: shown, and kept as JSON in `metrics.jsonl`.
 
-    A run that goes on from step n drops what was logged after it: those steps are taken again.
+    A run that goes on from step n takes the later steps again: what was logged of them goes to `metrics.dropped.jsonl`.
     """
 
     def __init__(self, folder: Path):
@@ -67,9 +67,14 @@ class Log:
     def _continued(self, done: int) -> BinaryIO:
         """The file, open behind its record of step `done`."""
         with self._writing(self.path):
-            lines = [line for line in self.path.read_bytes().splitlines() if _step(line) <= done]
+            lines = self.path.read_bytes().splitlines(keepends=True)
+            if dropped := [line for line in lines if _step(line) > done]:
+                others = self.path.with_suffix(".dropped.jsonl")
+                with others.open("ab") as file:
+                    file.writelines(line.rstrip(b"\n") + b"\n" for line in dropped)
+                say(f"metrics of {len(dropped)} steps that are not in the checkpoint are now in {others}")
             kept = self.path.with_suffix(".tmp")
-            kept.write_bytes(b"".join(line + b"\n" for line in lines))
+            kept.write_bytes(b"".join(line for line in lines if _step(line) <= done))
             os.replace(kept, self.path)
             return self.path.open("ab", buffering=0)  # what could not be written is not tried again by a buffer
 

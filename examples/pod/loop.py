@@ -26,12 +26,12 @@ class Plan(NamedTuple):
     Attributes:
       save_every: steps from one checkpoint to the next.
       patience: how many steps in a row may be refused.
-      profile: where to write a trace of three steps, or None.
+      profile: whether to write a trace of three steps.
     """
 
     save_every: int
     patience: int
-    profile: Path | None
+    profile: bool
 
 
 def run(settings: Settings, mesh: Mesh, text: data.Text, checkpoints: Checkpoints, log: Log, plan: Plan) -> bool:
@@ -43,7 +43,7 @@ def run(settings: Settings, mesh: Mesh, text: data.Text, checkpoints: Checkpoint
     like = parallel.abstract(jax.eval_shape(lambda: training.new_state(settings)), mesh)
     done, state = checkpoints.restore(settings, like) or (0, training.initial(settings, mesh))
     if done >= settings.steps:
-        say(f"all {settings.steps} steps are taken")
+        say(f"all {settings.steps} steps are taken{', and none is left to trace' if plan.profile else ''}")
         return True
 
     def batch(step: int) -> jax.Array:
@@ -58,7 +58,8 @@ def run(settings: Settings, mesh: Mesh, text: data.Text, checkpoints: Checkpoint
     leaves = [".".join(parallel.names(path)) for path, _ in jax.tree_util.tree_leaves_with_path(state.params)]
 
     numbers = range(done + 1, settings.steps + 1)
-    with log.steps(done, settings.steps) as record, stop_signal() as stopping, traced(plan.profile, numbers) as trace:
+    traces = log.folder("profile") if plan.profile else None
+    with log.steps(done, settings.steps) as record, stop_signal() as stopping, traced(traces, numbers) as trace:
         before = time.perf_counter()
 
         def settle(number: int, metrics: training.Metrics) -> None:
