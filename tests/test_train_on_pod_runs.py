@@ -82,8 +82,8 @@ def test_a_run_that_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path, com
     )
     assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["52", "56", "60"]
 
-    def again() -> Any:
-        return start(*COMMON, "--out", str(broken), environment=compilations)
+    def again(*flags: str) -> Any:
+        return start(*COMMON, "--out", str(broken), *flags, environment=compilations)
 
     def saving(*after: int) -> bool:
         """Whether a checkpoint is half written."""
@@ -111,9 +111,10 @@ def test_a_run_that_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path, com
     assert losses(broken) == losses(whole)
     assert losses(whole)[-1] < 6.0
 
-    code, lines, _ = finished(again())
+    code, lines, _ = finished(again("--profile"))
     assert code == 0
-    assert "all 60 steps are taken" in lines
+    assert "all 60 steps are taken, and none is left to trace" in lines
+    assert not (broken / "profile").exists()
 
 
 LIMITED = """
