@@ -81,17 +81,17 @@ def _streamed(op: Operation, coefficients: Any, arrays: Any) -> tuple[jax.Array,
     view = layouts.view(shape, arrays[-1].dtype, apart=(*varying, kept_axes))
     places = tuple(place(view, axes, op.chip) for axes in varying)
     kept = None if op.total is None else place(view, kept_axes, op.chip)
-    outs = tuple(dtype.itemsize for dtype in op.outs)
+    # What varies along every axis is one array more: a coefficient is read like x, and products are stored like out.
+    whole = [c for c, its in zip(coefficients, places, strict=True) if its.whole]
+    products = kept is not None and kept.whole
     plan = tiling.plan(
         view.shape,
-        tuple(
-            x.dtype.itemsize for x in (*(c for c, its in zip(coefficients, places, strict=True) if its.whole), *arrays)
-        ),
-        outs if kept is None or not kept.whole else (*outs, 4),
+        tuple(x.dtype.itemsize for x in (*whole, *arrays)),
+        (*(dtype.itemsize for dtype in op.outs), *((4,) * products)),
         info=op.chip,
         config=op.config,
         places=tuple(place for place in places if not place.whole),
-        kept=None if kept is None or kept.whole else kept,
+        kept=None if products else kept,
     )
     tile = Tile(functools.partial(op.block, exact=op.mode != modes.TPU), plan, places, kept)
     resident, streams = [], []
@@ -121,14 +121,16 @@ def _varying(coefficient: tuple[int, ...], shape: tuple[int, ...]) -> frozenset[
 def _call(op: Operation, tile: Tile, resident: list[jax.Array], streams: list[jax.Array]) -> list[jax.Array]:
     """One pallas_call over views: the pipeline of its own, or the one that emit_pipeline builds inside it."""
     plan, kept, like = tile.plan, tile.kept, streams[-1]
-    # What stays in fast memory, and what is streamed: coefficients and arrays, what is stored, and where the sum goes.
+    # What stays in fast memory, and what is streamed: coefficients, arrays, what is stored, a sum that goes by parts.
     staying = [place for place in tile.places if place.stays]
     array = Place(tuple(range(len(plan.shape))), len(plan.shape), stays=False)
     ins = [place for place in tile.places if not place.stays]
     ins += [array] * (len(streams) - len(ins))
-    outs = [array] * len(op.outs) + [kept for _ in range(1) if kept and not kept.stays]
+    outs = [array] * len(op.outs)
+    if kept is not None and not kept.stays:
+        outs.append(kept)
     dtypes = [*(x.dtype for x in streams), *op.outs, jnp.float32][: len(ins) + len(outs)]
-    totals = [tile.sum.result()] if kept and kept.stays and tile.sum else []
+    totals = [tile.sum.result()] if tile.sum is not None and tile.sum.place.stays else []
 
     looped = tuple(n for n in plan.steps if n > 1)  # an axis of one step would only cost time to trace
 
