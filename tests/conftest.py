@@ -7,9 +7,12 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 os.environ["TILEDOPS_MODE"] = os.environ["TILEDOPS_CHIP"] = ""
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
@@ -46,3 +49,17 @@ def detectors(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(interpret_pallas_call, "RaceDetectionState", kept)
     return records
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No pod around, whatever the machine; a folder of its own."""
+
+    def initialize(*_: Any) -> None:
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.chdir(tmp_path)
+    hook = sys.unraisablehook
+    yield
+    sys.unraisablehook = hook
