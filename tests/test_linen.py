@@ -1,41 +1,22 @@
-"""The Linen layers against NumPy, Flax's own Dropout, and under each transform a plain module of the same variables."""
+"""The Linen layers against NumPy: their sums, parameters, errors, initialisation and sharding."""
 
-import itertools
 import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import oracle
 import pytest
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from layers import BF16, CLOSE, F32, KEY, Block, Plain, apply, operands
 
 import tiledops
-from tiledops import chips, compiled
 from tiledops.linen import Axpy, LayerScale, Residual, ReZero, StochasticDepth
 
-F32, BF16 = np.float32, ml_dtypes.bfloat16
-KEY = jax.random.key(0)
-
-# float32 through a few layers of a few dozen terms each, summed in another order.
-CLOSE = {"rtol": 1e-5, "atol": 1e-6}
-
-
 pytestmark = pytest.mark.usefixtures("reference")
-
-
-def operands(shape=(3, 5), branch=F32, residual=F32, seed=0):
-    random = np.random.default_rng(seed)
-    return random.standard_normal(shape).astype(branch), random.standard_normal(shape).astype(residual)
-
-
-def apply(layer, variables, *args, **options):
-    """`layer.apply`, compiled: the reference is a dozen operations, each compiled apart if not."""
-    return jax.jit(lambda variables, *args: layer.apply(variables, *args, **options))(variables, *args)
 
 
 # The layer
@@ -207,141 +188,6 @@ def test_tabulate_shows_the_layer_and_its_parameter():
     assert "[5]" in row
 
 
-# Stochastic depth
-
-
-def kept_by_dropout(rate, key, shape, axes):
-    """The examples that Flax's own Dropout keeps."""
-    drop = nn.Dropout(rate, broadcast_dims=axes, deterministic=False)
-    return np.asarray(drop.apply({}, jnp.ones(shape), rngs={"dropout": key})) != 0
-
-
-@pytest.mark.parametrize("shape", [(64,), (64, 3), (64, 2, 3)])
-def test_it_drops_the_examples_that_dropout_drops(shape):
-    branch, residual = operands(shape, branch=BF16)
-    got = apply(StochasticDepth(0.25, deterministic=False), {}, branch, residual, rngs={"dropout": KEY})
-    kept = kept_by_dropout(0.25, KEY, shape, range(1, len(shape)))
-    assert 0 < kept.mean() < 1
-    survivors = oracle.axpy(F32(1) / F32(0.75), branch, residual)
-    oracle.assert_same_bits(got, np.where(kept, survivors, residual))
-
-
-def test_or_the_whole_batch():
-    branch, residual = operands((4, 3))
-    layer = StochasticDepth(0.5, per_example=False, deterministic=False)
-    run = jax.jit(lambda key: layer.apply({}, branch, residual, rngs={"dropout": key}))
-    outcomes = set()
-    for key in jax.random.split(KEY, 8):
-        got = run(key)
-        kept = kept_by_dropout(0.5, key, branch.shape, (0, 1)).all()
-        oracle.assert_same_bits(got, oracle.axpy(F32(2), branch, residual) if kept else residual)
-        outcomes.add(bool(kept))
-    assert outcomes == {True, False}
-
-
-@pytest.mark.parametrize(
-    ("start", "mode"), [(1.0, "reference"), (-2.0, "reference"), (0.0, "reference"), (-2.0, "simulate")]
-)
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_a_dropped_branch_leaves_no_trace(dtype, start, mode):
-    """Neither in the result, which is the residual to its signed zeros, nor in any gradient."""
-    branch, residual = operands((16, 3), dtype, dtype)
-    residual[:, 0], residual[:, 1] = 0.0, -0.0
-    layer = StochasticDepth(
-        0.5,
-        features=3,
-        gain_init=nn.initializers.constant(start),
-        learnable=True,
-        config=tiledops.PipelineConfig(mode=mode),
-    )
-    kept = kept_by_dropout(0.5, KEY, branch.shape, (1,))[:, 0]
-    poisoned = branch.copy()
-    poisoned[~kept] = np.array([np.nan, np.inf, -np.inf], dtype)
-
-    def run(gain, branch, residual):
-        return apply(layer, {"params": {"gain": gain}}, branch, residual, deterministic=False, rngs={"dropout": KEY})
-
-    gain = jnp.full(3, start)
-    got, gradients = jax.vjp(run, gain, poisoned, residual)
-    oracle.assert_same_bits(got[~kept], residual[~kept])
-    oracle.assert_same_bits(got[kept], oracle.axpy(F32(2 * start), branch, residual)[kept])
-    da, dx, dy = gradients(jnp.ones_like(got))
-    oracle.assert_same_bits(dy, np.ones_like(residual))
-    np.testing.assert_array_equal(
-        np.asarray(dx), np.where(kept[:, None], dtype(2 * start), dtype(0)) * np.ones(3, dtype)
-    )
-    exact, tolerance = oracle.da(gain, branch[kept], np.ones_like(branch[kept]))
-    oracle.assert_within(da, 2 * exact, 2 * tolerance)
-
-
-@pytest.mark.parametrize(
-    ("per_example", "learnable", "features", "chip"),
-    [
-        *((*choice, "v5e") for choice in itertools.product([True, False], [True, False], [None, 1024])),
-        *((True, True, 1024, chip) for chip in chips.CHIPS if chip != "v5e"),
-    ],
-)
-def test_dropping_takes_no_pass_of_its_own(per_example, learnable, features, chip):
-    """Of arrays too large for the chip's VMEM, in which XLA may otherwise hold one between two passes."""
-    array = jax.ShapeDtypeStruct((65536, 1024), BF16)
-    options = {"learnable": learnable, "features": features, "deterministic": False}
-    layer = StochasticDepth(0.2, per_example=per_example, **options)
-
-    def forward(key, branch, residual, gain):
-        variables = {"params": {"gain": gain}} if learnable else {}
-        return layer.apply(variables, branch, residual, rng=jax.random.wrap_key_data(key))
-
-    def pullback(key, *operands):
-        return jax.vjp(lambda *operands: forward(key, *operands), *operands)[1]
-
-    operands = jax.ShapeDtypeStruct((2,), jnp.uint32), array, array, jnp.ones(features or ())
-    with tiledops.use_config(mode="tpu"):
-        forwards = compiled.compile_for(forward, *operands, chip=chip)
-        saved = compiled.lower_for(pullback, *operands, chip=chip).out_info
-        backwards = compiled.compile_for(lambda pull, g: pull(g)[0], saved, array, chip=chip)
-        if learnable:
-            backwards = compiled.compile_for(lambda pull, g: pull(g)[::2], saved, array, chip=chip)
-    size = 2 * array.size
-    for report, arrays in ((forwards, 3), (backwards, 3 if learnable else 2)):
-        # And the mask, a float32 an example, its random bits and the gain.
-        assert arrays * size < report.hbm_bytes < 1.02 * arrays * size
-        assert (len(report.kernels), report.extra) == (1, ())
-
-
-def test_nothing_is_dropped_when_deterministic_or_at_rate_zero():
-    branch, residual = operands()
-    whole = oracle.axpy(1.0, branch, residual)
-    oracle.assert_same_bits(apply(StochasticDepth(0.5), {}, branch, residual, deterministic=True), whole)
-    oracle.assert_same_bits(apply(StochasticDepth(0.5, deterministic=True), {}, branch, residual), whole)
-    oracle.assert_same_bits(apply(StochasticDepth(0.0, deterministic=False), {}, branch, residual), whole)
-
-
-def test_everything_is_dropped_at_rate_one():
-    branch, residual = operands()
-    layer = StochasticDepth(1.0, features=5, learnable=True, deterministic=False)
-
-    def run(gain, branch):  # without a random key, which Dropout doesn't need for it either
-        return apply(layer, {"params": {"gain": gain}}, branch, residual)
-
-    got, gradients = jax.vjp(run, jnp.full(5, 3.0), branch)
-    oracle.assert_same_bits(got, residual)
-    for gradient in gradients(jnp.ones_like(got)):
-        np.testing.assert_array_equal(gradient, np.zeros_like(gradient))
-
-
-def test_random_keys_are_as_dropouts():
-    branch, residual = operands((64, 1))
-    layer = StochasticDepth(0.5, deterministic=False, rng_collection="depth")
-    by_stream = apply(layer, {}, branch, residual, rngs={"depth": KEY})
-    assert np.any(by_stream != apply(layer, {}, branch, residual, rngs={"depth": jax.random.key(1)}))
-    oracle.assert_same_bits(
-        apply(layer, {}, branch, residual, rng=KEY),
-        np.asarray(apply(StochasticDepth(0.5, deterministic=False), {}, branch, residual, rng=KEY)),
-    )
-    with pytest.raises(Exception, match="depth"):
-        apply(layer, {}, branch, residual)
-
-
 # Residual
 
 
@@ -368,139 +214,6 @@ def test_residual_leaves_a_block_its_place_among_the_parameters():
     assert set(wrapped) == {"Dense_0", "ReZero_0"}
     jax.tree.map(np.testing.assert_array_equal, plain["Dense_0"], wrapped["Dense_0"])
     assert set(Residual(nn.Dense(5), ReZero()).init(KEY, h)["params"]) == {"body", "gate"}
-
-
-# Transforms: one network with our gate and with a plain one, on the same variables
-
-
-class Plain(nn.Module):
-    """What somebody writes by hand."""
-
-    features: int | None = None
-    gain_init: Any = nn.initializers.ones
-
-    @nn.compact
-    def __call__(self, branch, residual):
-        gain = self.param("gain", self.gain_init, () if self.features is None else (self.features,))
-        return gain * branch + residual
-
-
-class Block(nn.Module):
-    gate: Any
-
-    @nn.compact
-    def __call__(self, h, _=None):
-        return self.gate(gain_init=nn.initializers.normal(1.0), name="gate")(nn.Dense(5)(jnp.sin(h)), h), None
-
-
-def scanned(gate):
-    return nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)(gate)
-
-
-def rematerialised(gate):
-    return nn.remat(Block)(gate)
-
-
-def rematerialised_scan(gate):
-    return nn.scan(nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)(gate)
-
-
-def mapped(gate):
-    return nn.vmap(Block, variable_axes={"params": None}, split_rngs={"params": False})(gate)
-
-
-def mapped_parameters(gate):
-    return nn.vmap(Block, variable_axes={"params": 0}, split_rngs={"params": True})(gate)
-
-
-def jitted(gate):
-    return nn.jit(Block)(gate)
-
-
-class Shared(nn.Module):
-    gate: Any
-
-    def setup(self):
-        self.inner = self.gate(5, gain_init=nn.initializers.normal(1.0))
-        nn.share_scope(self, self.inner)
-
-    def __call__(self, h, _=None):
-        return self.inner(jnp.sin(h), h), None
-
-
-TRANSFORMS = [Block, scanned, rematerialised, rematerialised_scan, mapped, mapped_parameters, jitted, Shared]
-
-
-def loss_and_gradients(model, variables, h):
-    def loss(variables, h):
-        out, _ = model.apply(variables, h)
-        return jnp.sum(jnp.cos(out)), out
-
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(variables, h)
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda f: f.__name__)
-def test_transforms_as_a_plain_module(transform):
-    h = operands()[0]
-    variables = jax.jit(transform(Plain).init)(KEY, h)
-    assert jax.tree.map(jnp.shape, variables) == jax.tree.map(jnp.shape, jax.eval_shape(transform(Axpy).init, KEY, h))
-    ours, plain = (loss_and_gradients(transform(gate), variables, h) for gate in (Axpy, Plain))
-    jax.tree.map(lambda got, wanted: np.testing.assert_allclose(got, wanted, **CLOSE), ours, plain)
-
-
-@pytest.mark.parametrize("transform", [rematerialised_scan, mapped_parameters], ids=lambda f: f.__name__)
-def test_transforms_in_simulation(transform):
-    h = operands()[0]
-    variables = jax.jit(transform(Plain).init)(KEY, h)
-    plain = loss_and_gradients(transform(Plain), variables, h)
-    with tiledops.use_config(mode="simulate"):
-        ours = loss_and_gradients(transform(Axpy), variables, h)
-    jax.tree.map(lambda got, wanted: np.testing.assert_allclose(got, wanted, **CLOSE), ours, plain)
-
-
-def test_a_scan_over_layers_of_growing_rate():
-    """The linear rule of the paper: each layer has its own rate, an array that the scan hands it."""
-    h = operands((32, 5))[0]
-
-    class Layer(nn.Module):
-        @nn.compact
-        def __call__(self, h, rate):
-            out = StochasticDepth(rate)(jnp.ones_like(h), jnp.zeros_like(h), deterministic=False)
-            return h, out[:, 0]
-
-    layers = nn.scan(Layer, variable_axes={}, split_rngs={"dropout": True})
-    rates = jnp.array([0.0, 0.5, 1.0])
-    _, gains = layers().apply({}, h, rates, rngs={"dropout": KEY})
-    np.testing.assert_array_equal(gains[0], np.ones(32))
-    assert set(np.unique(gains[1])) == {0.0, 2.0}
-    np.testing.assert_array_equal(gains[2], np.zeros(32))
-
-
-@pytest.mark.parametrize("transform", [nn.remat, nn.jit], ids=lambda f: f.__name__)
-def test_a_block_that_is_run_again_drops_the_same_examples(transform):
-    """`deterministic` by position is static, as Dropout's is."""
-    branch, residual = operands((32, 5))
-
-    layer = transform(StochasticDepth, static_argnums=(3,))(0.5)
-
-    def loss(branch):
-        out = layer.apply({}, branch, residual, False, rngs={"dropout": KEY})
-        return jnp.sum(jnp.cos(out)), out
-
-    gradient, out = jax.jit(jax.grad(loss, has_aux=True))(branch)
-    kept = np.any(np.asarray(out) != residual, axis=1, keepdims=True)
-    assert 0 < kept.mean() < 1
-    np.testing.assert_allclose(gradient, np.where(kept, -2 * np.sin(2 * branch + residual), 0), **CLOSE)
-
-
-def test_a_vmap_over_examples_draws_for_each():
-    branch, residual = operands((32, 5))
-    mapped = nn.vmap(StochasticDepth, variable_axes={}, split_rngs={"dropout": True})
-    layer = mapped(0.5, per_example=False, deterministic=False)
-    got = np.asarray(apply(layer, {}, branch, residual, rngs={"dropout": KEY}))
-    dropped = (got == residual).all(1)
-    assert 0 < dropped.mean() < 1
-    oracle.assert_same_bits(got[~dropped], oracle.axpy(F32(2), branch, residual)[~dropped])
 
 
 # Sharding
