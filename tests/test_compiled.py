@@ -13,6 +13,7 @@ from jax.experimental import topologies
 
 import tiledops
 from tiledops import chips, compiled, layouts
+from tiledops.axpy import axpy_where
 
 CHIPS = tuple(chips.CHIPS)
 F32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
@@ -125,6 +126,22 @@ def test_a_gain_by_parts_moves_no_byte_twice(shape, gain, chip):
         assert len(ours.kernels) == 1, (transform.__name__, ours.instructions)
         assert spread or not ours.extra, (transform.__name__, ours.instructions)
         assert ours.hbm_bytes <= xla.hbm_bytes + spread * (1 if transform is forward else 2), transform.__name__
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_the_sum_of_a_narrow_tile_fits(dtype, chip):
+    """Its accumulator is as large as the tile or larger: 128 lanes for each row, or registers for eight of two numbers.
+    The mask keeps the two apart from the examples."""
+
+    def by_two(a, x, y):
+        two = jax.vmap(lambda mask, a, x, y: axpy_where(mask.reshape(1, 1), a, x, y), (None, 0, 0, 0))
+        return jax.vmap(two)(x[:, 0, 0, 0].astype(F32), a, x, y)
+
+    for op, shape, gain in [(tiledops.axpy, (100000, 128), (100000, 1)), (by_two, (4000, 2, 8, 128), (4000, 2))]:
+        x = struct(shape, dtype)
+        for gradients in (backward(op), lambda a, x, y, g, op=op: jax.vjp(lambda a: op(a, x, y), a)[1](g)):
+            assert len(compiled.compile_for(gradients, struct(gain), x, x, x, chip=chip).kernels) == 1
 
 
 @pytest.mark.parametrize("chip", CHIPS)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tiledops import chips, layouts
+from tiledops.layouts import LANES, SUBLANES, round_up
 
 # The share of its memory that one vector may take. In VMEM a gain and its gradient, twice buffered, leave the rest of
 # what `tiling.VMEM_SHARE` leaves; in SMEM a gain, a mask and the gradient leave a quarter of it.
@@ -68,6 +69,16 @@ class Place:
         """The extents or indices `of` the view along its own axes, in the order in which it lies in memory."""
         own = [n if axis in self.axes else elsewhere for axis, n in enumerate(of)]
         return (*own[:-2], own[-1], own[-2]) if self.column else tuple(own)
+
+    def accumulator(self, block: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of what a sum gathers in: registers enough for its own axes, and one along the others."""
+        if len(block) == 1:
+            return (min(block[0], SUBLANES * LANES),)
+        *_, rows, cols = block
+        leading = [block[axis] for axis in self.leading]
+        if leading and not (self.rows or self.cols):
+            leading[-1] = round_up(leading[-1], SUBLANES)  # `sums` writes eight numbers at once
+        return (*leading, rows if self.rows else SUBLANES, cols if self.cols else LANES)
 
 
 def place(view: layouts.View, axes: frozenset[int], info: Any) -> Place:

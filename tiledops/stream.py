@@ -182,7 +182,7 @@ def _call(op: Operation, tile: Tile, resident: list[jax.Array], streams: list[ja
         resident = [c if place.axes else c.reshape(()) for c, place in zip(resident, staying, strict=True)]
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     in_specs, out_specs = [in_hbm] * len(ins), [in_hbm] * len(outs)
-    scratch = [pltpu.VMEM(tile.sum.accumulator(), jnp.float32)] if tile.sum else []
+    scratch = [pltpu.VMEM(tile.sum.place.accumulator(plan.block), jnp.float32)] if tile.sum else []
     if op.config.schedule == "blocked":
         kernel: Callable[..., None] = blocked
         grid: tuple[int, ...] = (plan.cores, *plan.steps)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tiledops.layouts import LANES, SUBLANES, round_up
+from tiledops.layouts import LANES, SUBLANES
 from tiledops.places import Place
 from tiledops.tiling import TilePlan
 
@@ -38,17 +38,6 @@ class Sum:
             return (extent,), pl.BlockSpec((padded,), lambda *_: (0,), memory_space=space)
         block = pl.BlockSpec((None, 1, padded), lambda core, *_: (core, 0, 0), memory_space=space)
         return (plan.cores, 1, extent), block
-
-    def accumulator(self) -> tuple[int, ...]:
-        """The shape of what it gathers in: registers enough for its own axes, and one along the others."""
-        block, place = self.plan.block, self.place
-        if len(block) == 1:
-            return (min(block[0], SUBLANES * LANES),)
-        *_, rows, cols = block
-        leading = [block[axis] for axis in place.leading]
-        if leading and not (place.rows or place.cols):
-            leading[-1] = round_up(leading[-1], SUBLANES)  # `_write_numbers` takes eight at once
-        return (*leading, rows if place.rows else SUBLANES, cols if place.cols else LANES)
 
     def add(self, accumulator: Any, product: Any, start: Any, size: tuple[int, ...]) -> None:
         """Adds the products of a slab, register by register: sums across a register wait for `write`."""
