@@ -156,7 +156,7 @@ def plan(
     streams += 4 * config.buffers * sum(place.rows and place.cols for place in parts)  # the others are thin
     multiples = _multiples(rank, min((*in_bytes, *out_bytes), default=4), column)
     if config.block is None:
-        accumulated = _accumulated(shape, kept) if kept else 0.0
+        accumulated = _accumulated(shape, kept) if kept else 0
         block = _choose(shape, info, streams + accumulated, sum(in_bytes) + sum(out_bytes), multiples)
     else:
         block = _users(shape, config.block, multiples, column)
@@ -204,10 +204,11 @@ def _tiled_elements(block: tuple[int, ...]) -> int:
     return math.prod(block[:-2]) * round_up(block[-2], SUBLANES) * round_up(block[-1], LANES)
 
 
-def _accumulated(shape: tuple[int, ...], kept: Place) -> float:
-    """VMEM bytes of a sum's accumulator for each element of a tile. A column is spread once more to become a row."""
+def _accumulated(shape: tuple[int, ...], kept: Place) -> int:
+    """VMEM bytes of a sum's accumulator for each element of a tile; those of a fraction are in what the streams leave.
+    A column is spread once more to become a row."""
     tile = *(shape[axis] for axis in kept.leading), *shape[-2:]
-    return 4 * (2 if kept.column else 1) * math.prod(kept.accumulator(shape)) / _tiled_elements(tile)
+    return 4 * (2 if kept.column else 1) * math.prod(kept.accumulator(shape)) // _tiled_elements(tile)
 
 
 def _multiples(rank: int, fewest_bytes: int, column: bool) -> tuple[int, int]:
@@ -219,10 +220,10 @@ def _multiples(rank: int, fewest_bytes: int, column: bool) -> tuple[int, int]:
 
 
 def _choose(
-    shape: tuple[int, ...], info: Any, vmem_per_element: float, hbm_per_element: int, multiples: tuple[int, int]
+    shape: tuple[int, ...], info: Any, vmem_per_element: int, hbm_per_element: int, multiples: tuple[int, int]
 ) -> tuple[int, ...]:
     """The largest contiguous block within the VMEM share that still leaves several steps; small arrays whole."""
-    most = int(VMEM_SHARE * chips.scoped_vmem_bytes(info) / vmem_per_element)
+    most = int(VMEM_SHARE * chips.scoped_vmem_bytes(info)) // vmem_per_element
     total = _tiled_elements(shape)
     padding = total / math.prod(shape)  # VMEM is full of it where HBM is not: an array of fewer rows than a tile has
     worthwhile = int(padding * LATENCY_SECONDS * info.mem_bw_bytes_per_second) // hbm_per_element
