@@ -105,7 +105,7 @@ def test_a_gain_by_parts_otherwise_scheduled(fields: dict[str, Any], parted: Non
 def parted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No vector is short enough to stay."""
     jax.clear_caches()
-    for share in ("VMEM_SHARE", "SMEM_SHARE"):
+    for share in ("VECTOR_VMEM_SHARE", "VECTOR_SMEM_SHARE"):
         monkeypatch.setattr(places, share, 0.0)
     yield
     jax.clear_caches()

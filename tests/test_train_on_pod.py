@@ -140,6 +140,13 @@ def test_what_else_is_in_the_metrics_file_is_set_aside(tmp_path: Path, capsys: p
     assert "metrics of 8 steps that are not in the checkpoint are now in" in capsys.readouterr().out
 
 
+def test_a_record_that_lost_its_end_keeps_its_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}')
+    with Log(tmp_path).steps(1, 2) as record:
+        record({"step": 2, "loss": 1.0, "tokens_per_second": 1.0, "refused": 0})
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines()] == [1, 2]
+
+
 def test_a_metrics_file_that_cannot_be_written_ends_in_one_line(tmp_path: Path) -> None:
     log = Log(tmp_path)
     (tmp_path / "metrics.tmp").mkdir()

@@ -15,7 +15,7 @@ from tiledops.layouts import LANES, SUBLANES, round_up
 
 # The share of its memory that one vector may take. In VMEM a gain and its gradient, twice buffered, leave the rest of
 # what `tiling.VMEM_SHARE` leaves; in SMEM a gain, a mask and the gradient leave a quarter of it.
-VMEM_SHARE, SMEM_SHARE = 1 / 16, 1 / 4
+VECTOR_VMEM_SHARE, VECTOR_SMEM_SHARE = 1 / 16, 1 / 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ def place(view: layouts.View, axes: frozenset[int], info: Any) -> Place:
     rank = len(view.shape)
     touched = tuple(d for d, group in enumerate(view.groups) if axes & set(group))
     vector = Place(touched, rank, stays=True)
-    in_smem, in_vmem = SMEM_SHARE * info.smem_capacity_bytes, VMEM_SHARE * chips.scoped_vmem_bytes(info)
+    in_smem, in_vmem = VECTOR_SMEM_SHARE * info.smem_capacity_bytes, VECTOR_VMEM_SHARE * chips.scoped_vmem_bytes(info)
     most = (in_smem if vector.in_smem else in_vmem) // 4
     if not touched or (rank > 1 and len(touched) == 1 and view.shape[touched[0]] <= most):
         return vector

@@ -161,7 +161,7 @@ def plan(
     else:
         block = _users(shape, config.block, multiples, column)
     grid = tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
-    # A part that a coefficient has there is loaded once, too, if its axes are the outer loops.
+    # The outer loops run along the axes of the sum; else along those of coefficients that come by parts, each once.
     outer = {axis for place in ([kept] if kept else parts) for axis in place.axes}
     order = tuple(sorted(range(rank), key=lambda axis: axis not in outer))
     # The cores share out the first axis that has more than one tile. A sum has one accumulator a core: a number, or a

@@ -67,15 +67,18 @@ class Log:
     def _continued(self, done: int) -> BinaryIO:
         """The file, open behind its record of step `done`."""
         with self._writing(self.path):
-            lines = self.path.read_bytes().splitlines(keepends=True)
-            if dropped := [line for line in lines if _step(line) > done]:
+            kept: list[bytes] = []
+            dropped: list[bytes] = []
+            for line in self.path.read_bytes().splitlines():  # the last may have lost its end
+                (kept if _step(line) <= done else dropped).append(line + b"\n")
+            if dropped:
                 others = self.path.with_suffix(".dropped.jsonl")
                 with others.open("ab") as file:
-                    file.writelines(line.rstrip(b"\n") + b"\n" for line in dropped)
+                    file.writelines(dropped)
                 say(f"metrics of {len(dropped)} steps that are not in the checkpoint are now in {others}")
-            kept = self.path.with_suffix(".tmp")
-            kept.write_bytes(b"".join(line for line in lines if _step(line) <= done))
-            os.replace(kept, self.path)
+            written = self.path.with_suffix(".tmp")
+            written.write_bytes(b"".join(kept))
+            os.replace(written, self.path)
             return self.path.open("ab", buffering=0)  # what could not be written is not tried again by a buffer
 
     @contextmanager
