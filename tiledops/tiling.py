@@ -274,8 +274,8 @@ def _slab_elements(hbm_per_element: int) -> int:
 
 
 def _slab(block: tuple[int, ...], column: bool, ones: frozenset[int], most: int) -> tuple[int, ...]:
-    """Of `most` elements: a few columns, equal parts of the block's where they are whole registers; rows in whole tiles, of bfloat16 too;
-    leading indices if there is room, and one of those that have a scalar each."""
+    """Of `most` elements: a few columns, equal parts of the block's where they are whole registers; rows in whole
+    tiles, of bfloat16 too; leading indices if there is room, and one of those that have a scalar each."""
     if len(block) == 1:
         return (min(block[0], most),)
     widths = range(SLAB_COLUMNS, 0, -LANES)
