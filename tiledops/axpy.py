@@ -23,9 +23,9 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from tiledops import blocks, contract, partitioning
-from tiledops.calls import Call
+from tiledops.calls import Batch, Call
 from tiledops.config import PipelineConfig
-from tiledops.derivatives import differentiable
+from tiledops.rules import transformable
 
 
 def axpy(a: Any, x: Any, y: Any, *, config: PipelineConfig | None = None, spec: Any = None) -> jax.Array:
@@ -58,7 +58,7 @@ def axpy(a: Any, x: Any, y: Any, *, config: PipelineConfig | None = None, spec: 
     """
     a, x, y = contract.check_operands(a, x, y)
     call, (a,), (x, y) = Call.of(config).placed((a,), (x, y), spec=spec)
-    return _axpy(call, True, a, x, y)
+    return _axpy(call, Results(in_place=True), a, x, y)
 
 
 def axpy_where(
@@ -80,7 +80,7 @@ def axpy_where(
     """
     a, x, y = contract.check_operands(a, x, y)
     call, (a, mask), (x, y) = Call.of(config).placed((a, jax.lax.stop_gradient(mask)), (x, y), spec=spec)
-    return _axpy(call, True, a, x, y, mask)
+    return _axpy(call, Results(in_place=True), a, x, y, mask)
 
 
 def _aligned(gain: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -112,97 +112,137 @@ def _run(
     return results if total is None else (*results[:-1], results[-1].reshape(total))
 
 
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """What an operation below is to return.
+
+    Attributes:
+      dtype: of the array that it stores, where that isn't y's.
+      total: the shape of the gain whose gradient it sums.
+      in_place: whether the result of a*x + y is written into y's buffer, where that is free.
+    """
+
+    dtype: Any = None
+    total: tuple[int, ...] | None = None
+    in_place: bool = False
+
+
+def _mapped(function: transformable, arrays: slice) -> None:
+    """Gives one of the operations below its batching rule. `arrays` are those of its operands that aren't coefficients:
+    a gain before them, a mask after them."""
+
+    def rule(axis: Any, call: Call, results: Results, operands: Any, axes: Any) -> tuple[list[jax.Array], list[int]]:
+        batch = Batch.of(axis, operands[arrays], axes[arrays])
+        lifted = [batch.coefficient(c, its) for c, its in zip(operands, axes, strict=True)]
+        lifted[arrays] = batch.arrays(operands[arrays], axes[arrays])
+
+        total = results.total
+        batched = dataclasses.replace(results, total=None if total is None else batch.total(total))
+        values = jax.tree.leaves(function(batch.call(call, lifted[arrays][0]), batched, *lifted))
+        at = [batch.at] * len(values)
+        if total is not None:
+            values[-1], at[-1] = batch.each(values[-1], len(total)), 0
+        return values, at
+
+    function.defvmap(rule)
+
+
 # a*x + y
 
 
-@differentiable
-def _axpy(call: Call, in_place: bool, a: jax.Array, x: jax.Array, y: jax.Array, *mask: jax.Array) -> jax.Array:
-    """Written into y's buffer where that is free, if `in_place`."""
-    (out,) = _run(call, blocks.axpy, (a, *mask), (x, y), outs=(y.dtype,), aliases=((1, 0),) if in_place else ())
+@transformable
+def _axpy(call: Call, results: Results, a: jax.Array, x: jax.Array, y: jax.Array, *mask: jax.Array) -> jax.Array:
+    aliases = ((1, 0),) if results.in_place else ()
+    (out,) = _run(call, blocks.axpy, (a, *mask), (x, y), outs=(y.dtype,), aliases=aliases)
     return out
 
 
-def _axpy_forward(call: Call, in_place: bool, a: Any, x: Any, y: Any, *mask: Any) -> tuple[jax.Array, Saved]:
+def _axpy_forward(call: Call, results: Results, a: Any, x: Any, y: Any, *mask: Any) -> tuple[jax.Array, Saved]:
     # Not in y's buffer: in a program that is differentiated, what came before y has mostly saved it for its gradient.
     masks = tuple(m.value for m in mask)
-    return _axpy(call, False, a.value, x.value, y.value, *masks), Saved.of(a, x, masks)
+    return _axpy(call, Results(), a.value, x.value, y.value, *masks), Saved.of(a, x, masks)
 
 
-def _axpy_backward(call: Call, in_place: bool, saved: Saved, g: Any) -> tuple[Any, ...]:
+def _axpy_backward(call: Call, results: Results, saved: Saved, g: Any) -> tuple[Any, ...]:
     if isinstance(g, SymbolicZero):
         return None, None, None, *_no_gradient(saved.mask)
     return *_gradients(call, saved, g), g, *_no_gradient(saved.mask)
 
 
-_axpy.defvjp(_axpy_forward, _axpy_backward, symbolic_zeros=True)
+_axpy.defvjp(_axpy_forward, _axpy_backward)
+_mapped(_axpy, slice(1, 3))
 
 
 # a*g
 
 
-@differentiable
-def _scale(call: Call, dtype: Any, a: jax.Array, g: jax.Array, *mask: jax.Array) -> jax.Array:
-    (dx,) = _run(call, blocks.scale, (a, *mask), (g,), outs=(dtype,))
+@transformable
+def _scale(call: Call, results: Results, a: jax.Array, g: jax.Array, *mask: jax.Array) -> jax.Array:
+    (dx,) = _run(call, blocks.scale, (a, *mask), (g,), outs=(results.dtype,))
     return dx
 
 
-def _scale_forward(call: Call, dtype: Any, a: Any, g: Any, *mask: Any) -> tuple[jax.Array, Saved]:
+def _scale_forward(call: Call, results: Results, a: Any, g: Any, *mask: Any) -> tuple[jax.Array, Saved]:
     masks = tuple(m.value for m in mask)
-    return _scale(call, dtype, a.value, g.value, *masks), Saved.of(a, g, masks)
+    return _scale(call, results, a.value, g.value, *masks), Saved.of(a, g, masks)
 
 
-def _scale_backward(call: Call, dtype: Any, saved: Saved, u: Any) -> tuple[Any, ...]:
+def _scale_backward(call: Call, results: Results, saved: Saved, u: Any) -> tuple[Any, ...]:
     if isinstance(u, SymbolicZero):
         return None, None, *_no_gradient(saved.mask)
     return *_gradients(call, saved, u), *_no_gradient(saved.mask)
 
 
-_scale.defvjp(_scale_forward, _scale_backward, symbolic_zeros=True)
+_scale.defvjp(_scale_forward, _scale_backward)
+_mapped(_scale, slice(1, 2))
 
 
 # sum of g*x
 
 
-@differentiable
-def _dot(call: Call, shape: tuple[int, ...], g: jax.Array, x: jax.Array, *mask: jax.Array) -> jax.Array:
-    (da,) = _run(call, blocks.dot, mask, (g, x), total=shape)
+@transformable
+def _dot(call: Call, results: Results, g: jax.Array, x: jax.Array, *mask: jax.Array) -> jax.Array:
+    (da,) = _run(call, blocks.dot, mask, (g, x), total=results.total)
     return da
 
 
-def _dot_forward(call: Call, shape: tuple[int, ...], g: Any, x: Any, *mask: Any) -> tuple[jax.Array, Factors]:
+def _dot_forward(call: Call, results: Results, g: Any, x: Any, *mask: Any) -> tuple[jax.Array, Factors]:
     masks = tuple(m.value for m in mask)
-    return _dot(call, shape, g.value, x.value, *masks), Factors.of(g, x, masks)
+    return _dot(call, results, g.value, x.value, *masks), Factors.of(g, x, masks)
 
 
-def _dot_backward(call: Call, shape: tuple[int, ...], saved: Factors, v: Any) -> tuple[Any, ...]:
+def _dot_backward(call: Call, results: Results, saved: Factors, v: Any) -> tuple[Any, ...]:
     if isinstance(v, SymbolicZero):
         return None, None, *_no_gradient(saved.mask)
     return saved.dg(call, v), saved.dx(call, v), *_no_gradient(saved.mask)
 
 
-_dot.defvjp(_dot_forward, _dot_backward, symbolic_zeros=True)
+_dot.defvjp(_dot_forward, _dot_backward)
+_mapped(_dot, slice(0, 2))
 
 
 # a*g and sum of g*x in one pass
 
 
-@differentiable
+@transformable
 def _scale_and_dot(
-    call: Call, dtype: Any, a: jax.Array, g: jax.Array, x: jax.Array, *mask: jax.Array
+    call: Call, results: Results, a: jax.Array, g: jax.Array, x: jax.Array, *mask: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    dx, da = _run(call, blocks.scale_and_dot, (a, *mask), (g, x), outs=(dtype,), total=a.shape)
+    dx, da = _run(call, blocks.scale_and_dot, (a, *mask), (g, x), outs=(results.dtype,), total=results.total)
     return dx, da
 
 
 def _scale_and_dot_forward(
-    call: Call, dtype: Any, a: Any, g: Any, x: Any, *mask: Any
+    call: Call, results: Results, a: Any, g: Any, x: Any, *mask: Any
 ) -> tuple[Any, tuple[Saved, Factors]]:
     masks = tuple(m.value for m in mask)
     saved = Saved.of(a, g, masks), Factors.of(g, x, masks)
-    return _scale_and_dot(call, dtype, a.value, g.value, x.value, *masks), saved
+    return _scale_and_dot(call, results, a.value, g.value, x.value, *masks), saved
 
 
-def _scale_and_dot_backward(call: Call, dtype: Any, saved: tuple[Saved, Factors], gradients: Any) -> tuple[Any, ...]:
+def _scale_and_dot_backward(
+    call: Call, results: Results, saved: tuple[Saved, Factors], gradients: Any
+) -> tuple[Any, ...]:
     (scaled, summed), (u, v) = saved, gradients
     da, dg = (None, None) if isinstance(u, SymbolicZero) else _gradients(call, scaled, u)
     if isinstance(v, SymbolicZero):
@@ -210,7 +250,8 @@ def _scale_and_dot_backward(call: Call, dtype: Any, saved: tuple[Saved, Factors]
     return da, summed.dg(call, v, dg), summed.dx(call, v), *_no_gradient(scaled.mask)
 
 
-_scale_and_dot.defvjp(_scale_and_dot_forward, _scale_and_dot_backward, symbolic_zeros=True)
+_scale_and_dot.defvjp(_scale_and_dot_forward, _scale_and_dot_backward)
+_mapped(_scale_and_dot, slice(1, 3))
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["a", "x", "mask"], meta_fields=["gain", "dtype"])
@@ -253,12 +294,12 @@ class Factors:
         if self.x is None:
             return None
         if other is None:
-            return _scale(call, self.dtypes[0], v, self.x, *self.mask)
-        return _axpy(call, True, v, self.x, other, *self.mask)
+            return _scale(call, Results(self.dtypes[0]), v, self.x, *self.mask)
+        return _axpy(call, Results(in_place=True), v, self.x, other, *self.mask)
 
     def dx(self, call: Call, v: jax.Array) -> jax.Array | None:
         """v*g, or None if nobody differentiates by x."""
-        return None if self.g is None else _scale(call, self.dtypes[1], v, self.g, *self.mask)
+        return None if self.g is None else _scale(call, Results(self.dtypes[1]), v, self.g, *self.mask)
 
 
 def _no_gradient(mask: tuple[jax.Array, ...]) -> tuple[None, ...]:
@@ -270,9 +311,9 @@ def _gradients(call: Call, saved: Saved, g: jax.Array) -> tuple[jax.Array | None
     a, x, mask, dtype = saved.a, saved.x, saved.mask, saved.dtype
     da = dx = None
     if a is None and x is not None:
-        da = _dot(call, saved.gain.shape, g, x, *mask)
+        da = _dot(call, Results(total=saved.gain.shape), g, x, *mask)
     elif a is not None and x is None:
-        dx = _scale(call, dtype, a, g, *mask)
+        dx = _scale(call, Results(dtype), a, g, *mask)
     elif a is not None and x is not None:
-        dx, da = _scale_and_dot(call, dtype, a, g, x, *mask)
+        dx, da = _scale_and_dot(call, Results(dtype, saved.gain.shape), a, g, x, *mask)
     return None if da is None else partitioning.like(da, saved.gain), dx

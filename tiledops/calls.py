@@ -1,9 +1,9 @@
-"""One call of a streamed operation: what is static about it, and how it runs under `jax.vmap` and on sharded arrays."""
+"""One call of a streamed operation: what is static about it, how it runs on sharded arrays and under `jax.vmap`."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec
 from tiledops import chips, config, modes, partitioning
 from tiledops.config import PipelineConfig
 from tiledops.operation import BlockFunction, Operation
+
+Arrays = tuple[jax.Array, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +34,12 @@ class Call:
 
     def placed(
         self,
-        coefficients: tuple[jax.Array, ...],
-        arrays: tuple[jax.Array, ...],
+        coefficients: Arrays,
+        arrays: Arrays,
         *,
         spec: PartitionSpec | None,
         way_out: str = partitioning.SPEC,
-    ) -> tuple[Call, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    ) -> tuple[Call, Arrays, Arrays]:
         """The call on the mesh that its arrays live on, and its operands (`partitioning.place`)."""
         opaque = self.mode != modes.REFERENCE
         placement, coefficients, arrays = partitioning.place(
@@ -55,52 +57,61 @@ class Call:
         """The call's operation: a block function, the dtypes that it stores, the shape that its sum keeps."""
         return Operation(block, tuple(map(jnp.dtype, outs)), total, self.config, self.mode, self.chip, aliases)
 
-    def run(
-        self, operation: Operation, coefficients: tuple[jax.Array, ...], arrays: tuple[jax.Array, ...]
-    ) -> tuple[jax.Array, ...]:
+    def run(self, operation: Operation, coefficients: Arrays, arrays: Arrays) -> Arrays:
         """The arrays that the operation stores, then its float32 sum if it has one."""
-        traced = any(isinstance(x, jax.core.Tracer) for x in (*coefficients, *arrays))
-        return (_run if traced else _run_eagerly)(self, operation, coefficients, arrays)
+        return partitioning.per_shard(operation, self.placement, coefficients, arrays)
 
 
-def _run(
-    call: Call, operation: Operation, coefficients: tuple[jax.Array, ...], arrays: tuple[jax.Array, ...]
-) -> tuple[jax.Array, ...]:
-    return partitioning.per_shard(vectorized, operation, call.placement, coefficients, arrays)
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """What `jax.vmap` makes of a call: the same call, of arrays with one more axis.
 
+    The axis stays where it lies, since moving it would copy whole arrays. A coefficient that isn't mapped has an extent
+    of 1 there, so that a gain which is shared is read once, and its gradient summed over the batch, by one kernel.
 
-# One program, as jnp's operations are: an array on a mesh meets one on a single device in `jit` alone.
-_run_eagerly = jax.jit(_run, static_argnums=(0, 1))
-
-
-@functools.cache
-def vectorized(operation: Operation) -> Any:
-    """An operation with its batching rule: a mapped axis is one more leading axis of the same operation.
-
-    Two kinds of mesh axes meet a mapped axis from two sides. Where it is sharded over Explicit axes, its type says so,
-    and only once it is an axis of the operands: so the operation is cut inside this rule. Over Auto axes, `jax.vmap`'s
-    `spmd_axis_name` says so, to `jax.shard_map`'s own rule alone: so they are cut outside, by `Call.run`.
+    Attributes:
+      size: of the mapped axis.
+      at: where it lies in the arrays.
+      rank: of the arrays without it.
+      spmd_name: the names of the mesh axes that it is sharded over, or None: `jax.vmap`'s `spmd_axis_name`.
     """
-    batched = jax.custom_batching.custom_vmap(functools.partial(partitioning.by_type, operation))
 
-    @batched.def_vmap
-    def rule(size: int, in_batched: Any, coefficients: Any, arrays: Any) -> tuple[Any, Any]:
-        mapped_coefficients, mapped_arrays = in_batched
-        coefficients = tuple(
-            c if mapped else c[None] for c, mapped in zip(coefficients, mapped_coefficients, strict=True)
-        )
-        arrays = tuple(
-            x if mapped else jnp.broadcast_to(x, (size, *x.shape))
-            for x, mapped in zip(arrays, mapped_arrays, strict=True)
-        )
-        total = None if operation.total is None else (size, *operation.total)
-        leaf = dataclasses.replace(operation.leaf, total=total)  # mapped vectors no longer share a kernel
-        parts = [
-            vectorized(leaf)(coefficients, partitioning.alike(coefficients, its)) for its in operation.by_leaf(arrays)
+    size: int
+    at: int
+    rank: int
+    spmd_name: Any
+
+    @classmethod
+    def of(cls, axis: Any, arrays: Sequence[jax.Array], axes: Sequence[int | None]) -> Batch:
+        """From what a batching rule gets: the mapped axis, the arrays, and where it lies in each."""
+        at = next((its for its in axes if its is not None), 0)
+        return cls(axis.size, at, arrays[0].ndim - (axes[0] is not None), axis.spmd_name)
+
+    def call(self, call: Call, array: jax.Array) -> Call:
+        """The call on arrays like `array`, which has the axis."""
+        if call.placement is None:
+            return call
+        return dataclasses.replace(call, placement=call.placement.batched(self.at, self.spmd_name, array))
+
+    def arrays(self, arrays: Sequence[jax.Array], axes: Sequence[int | None]) -> list[jax.Array]:
+        return [
+            jnp.broadcast_to(jnp.expand_dims(x, self.at), (*x.shape[: self.at], self.size, *x.shape[self.at :]))
+            if axis is None
+            else jnp.moveaxis(x, axis, self.at)
+            for x, axis in zip(arrays, axes, strict=True)
         ]
-        stored = [x for part in parts for x in part[: len(leaf.outs)]]
-        totals = [functools.reduce(jnp.add, [part[-1] for part in parts])] if total else []
-        results = (*stored, *totals)
-        return results, jax.tree.map(lambda _: True, results)
 
-    return batched
+    def coefficient(self, x: jax.Array, axis: int | None) -> jax.Array:
+        """With the rank of the arrays: it runs along the last of an example's axes, and is 1 along the others."""
+        batch = jnp.expand_dims(x, 0) if axis is None else jnp.moveaxis(x, axis, 0)
+        aligned = jnp.expand_dims(batch, tuple(range(1, 2 + self.rank - batch.ndim)))
+        return jnp.moveaxis(aligned, 0, self.at)
+
+    def total(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a batch of sums of some shape, with the rank of the arrays: one sum an example."""
+        aligned = (1,) * (self.rank - len(shape)) + shape
+        return (*aligned[: self.at], self.size, *aligned[self.at :])
+
+    def each(self, total: jax.Array, rank: int) -> jax.Array:
+        """The batch of sums as one of their own rank, along the first axis."""
+        return jnp.squeeze(jnp.moveaxis(total, self.at, 0), tuple(range(1, 1 + self.rank - rank)))

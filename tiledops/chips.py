@@ -139,9 +139,9 @@ def prepare_simulator() -> None:
 def lower_calls_inline() -> None:
     """Lets a lowering rule see which of its operands are arguments of the whole program. Once a process.
 
-    JAX lowers each distinct call (of a custom_jvp, custom_vjp, custom_vmap or shard_map) once, in a function of its
-    own, and calls it; inside, every operand is an argument of that function. Lowered inline, which changes nothing
-    else, an operand is what the caller made it.
+    JAX lowers each distinct call of a custom_jvp, custom_vjp, custom_vmap or shard_map, the user's own too, once, in a
+    function of its own, and calls it; inside, every operand is an argument of that function. Lowered inline, which
+    changes nothing else, an operand is what the caller made it.
     """
     mlir = importlib.import_module("jax._src.interpreters.mlir")
     for module, primitive in (

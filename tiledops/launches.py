@@ -5,6 +5,7 @@ A leaf of rank 2 or more, a long vector, and one with numbers of its own has a k
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -13,8 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from tiledops import modes, packing, partitioning
-from tiledops.calls import Call
+from tiledops.calls import Batch, Call
 from tiledops.operation import Operation
+from tiledops.rules import transformable
 
 Arrays = tuple[jax.Array, ...]
 
@@ -92,7 +94,7 @@ def _run_all(call: Call, launches: Sequence[Launch]) -> Iterator[tuple[list[int]
                 operation = operation.on(len(members), len(arrays))
                 coefficients = tuple(c.reshape(1) for c in coefficients)
                 arrays = tuple(x.reshape(x.size) for i in members for x in placed[i][2])
-            yield members, _run(its_call, operation, coefficients, arrays)
+            yield members, _run(its_call, _Work(operation, len(coefficients)), *coefficients, *arrays)
 
 
 def _packs(call: Call, launch: Launch) -> bool:
@@ -112,20 +114,54 @@ def _dtypes(launch: Launch) -> tuple[Any, ...]:
     return (*(x.dtype for x in launch.arrays), *launch.operation.outs)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _run(call: Call, operation: Operation, coefficients: Any, arrays: Any) -> Arrays:
-    return call.run(operation, coefficients, arrays)
+class _Work(NamedTuple):
+    """An operation, and how many of its operands are coefficients: the first."""
+
+    operation: Operation
+    coefficients: int
+
+    def split(self, operands: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return tuple(operands[: self.coefficients]), tuple(operands[self.coefficients :])
+
+
+@transformable
+def _run(call: Call, work: _Work, *operands: jax.Array) -> Arrays:
+    return call.run(work.operation, *work.split(operands))
 
 
 @_run.defjvp
-def _run_jvp(call: Call, operation: Operation, primals: Any, tangents: Any) -> tuple[Any, Any]:
+def _run_jvp(call: Call, work: _Work, primals: Any, tangents: Any) -> tuple[Any, Any]:
     """Differentiating through a step (meta-learning) is rare: its derivative is that of the block's maths, by jnp."""
+    operation = work.operation
 
-    def plain(coefficients: Any, arrays: Any) -> Arrays:
+    def plain(*operands: Any) -> Arrays:
+        coefficients, arrays = work.split(operands)
         leaves = [operation.block(coefficients, its, exact=False) for its in operation.by_leaf(arrays)]
         outs = (out for stored, _ in leaves for out in stored)
         sums = [jnp.sum(summed, keepdims=True) for _, summed in leaves if summed is not None]
         rounded = tuple(out.astype(dtype) for out, dtype in zip(outs, operation.outs, strict=True))
         return (*rounded, functools.reduce(jnp.add, sums)) if sums else rounded
 
-    return _run(call, operation, *primals), jax.jvp(plain, primals, tangents)[1]
+    return _run(call, work, *primals), jax.jvp(plain, primals, tangents)[1]
+
+
+@_run.defvmap
+def _run_mapped(axis: Any, call: Call, work: _Work, operands: Any, axes: Any) -> tuple[list[jax.Array], list[int]]:
+    """Mapped vectors no longer share a kernel: each leaf is one more axis of the operation on it alone."""
+    operation, leaf = work.operation, work.operation.leaf
+    (coefficients, arrays), (coefficient_axes, array_axes) = work.split(operands), work.split(axes)
+    stored: list[jax.Array] = []
+    at: list[int] = []
+    sums = []
+    for its, its_axes in zip(operation.by_leaf(arrays), operation.by_leaf(array_axes), strict=True):
+        batch = Batch.of(axis, its, its_axes)
+        lifted = [batch.coefficient(c, a) for c, a in zip(coefficients, coefficient_axes, strict=True)]
+        lifted += batch.arrays(its, its_axes)
+        total = None if leaf.total is None else batch.total(leaf.total)
+        batched = dataclasses.replace(leaf, total=total)
+        values = _run(batch.call(call, lifted[-1]), _Work(batched, len(coefficients)), *lifted)
+        stored += values[: len(leaf.outs)]
+        at += [batch.at] * len(leaf.outs)
+        if leaf.total is not None:
+            sums.append(batch.each(values[-1], len(leaf.total)))
+    return [*stored, *([functools.reduce(jnp.add, sums)] if sums else [])], [*at, *([0] if sums else [])]

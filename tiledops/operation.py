@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +56,7 @@ class Operation:
         outs, aliases = len(self.outs) // self.leaves, len(self.aliases) // self.leaves
         return dataclasses.replace(self, outs=self.outs[:outs], aliases=self.aliases[:aliases], leaves=1)
 
-    def by_leaf(self, arrays: tuple[jax.Array, ...]) -> list[tuple[jax.Array, ...]]:
-        """The arrays of each leaf."""
+    def by_leaf(self, arrays: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        """The arrays of each leaf, or what there is one of for each array."""
         width = len(arrays) // self.leaves
         return [arrays[k : k + width] for k in range(0, len(arrays), width)]

@@ -24,7 +24,7 @@ SLAB = 8 * SUBLANES * LANES  # elements computed at once: 8 float32 registers an
 
 # Transfers in one kernel. Mosaic's time to compile grows faster than their number: for vectors of 768 through AdamW,
 # seven arrays each, 64 of them take it 0.9 s, 128 2.9, 256 12.8, 512 81 (jax 0.10.2, libtpu 0.0.42, v5e, CPU time). To
-# trace, lower and compile a whole step of GPT-2 small takes, with 32, 64, 128 and 256 transfers, 1.6, 1.6, 1.8 and 1.8 s
+# trace, lower and compile a whole step of GPT-2 small takes, with 32, 64, 128 and 256 of them, 1.6, 1.6, 1.8 and 1.8 s
 # with SGD and 2.2, 2.7, 2.7 and 2.7 with AdamW (jax 0.12.0.1, libtpu 0.0.50.1, v5e).
 TRANSFERS = 64
 # What another kind of pack takes to trace and compile, in packs of a kind that is there already: 60 ms and 10. AdamW's

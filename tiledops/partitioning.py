@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,6 +30,13 @@ class Placement:
 
     mesh: Any
     spec: PartitionSpec
+
+    def batched(self, at: int, spmd_name: Any, array: jax.Array) -> Placement:
+        """Of arrays like `array`, which has one more axis `at`: sharded by its type over Explicit axes, over Auto axes
+        by the names that `jax.vmap` was given."""
+        entries = list(_padded(self.spec, array.ndim - 1))
+        entries.insert(at, _join(_padded(jax.typeof(array).sharding.spec, array.ndim)[at], spmd_name))
+        return Placement(self.mesh, PartitionSpec(*entries))
 
 
 SPEC = "say how x and y are sharded (spec=jax.P(...), one entry an axis of x)"
@@ -99,40 +105,28 @@ def residence(x: jax.Array) -> tuple[Any, ...]:
     return sharding.mesh, cut, _varies_on(x)
 
 
-def by_type(operation: Operation, coefficients: Arrays, arrays: Arrays) -> tuple[jax.Array, ...]:
-    """Runs a streamed operation on each shard over the mesh's Explicit axes, as the arrays' types cut them."""
-    mesh = _mesh(arrays)
-    placement = None
-    if operation.mode != modes.REFERENCE and _names_of(mesh, AxisType.Explicit):
-        types = (jax.typeof(x).sharding for x in arrays)  # an array that is older than the mesh knows of none
-        placement = Placement(mesh, next((s.spec for s in types if not s.mesh.empty), PartitionSpec()))
-    return per_shard(lambda operation: functools.partial(stream, operation), operation, placement, coefficients, arrays)
-
-
 def per_shard(
-    runner: Callable[[Operation], Any],
-    operation: Operation,
-    placement: Placement | None,
-    coefficients: Arrays,
-    arrays: Arrays,
+    operation: Operation, placement: Placement | None, coefficients: Arrays, arrays: Arrays
 ) -> tuple[jax.Array, ...]:
-    """Runs `runner(operation)` on each shard. Its stored arrays are sharded as its operands are; its sum is added up
-    over the shards that it runs across, in float32, and sharded along the axes that it keeps."""
+    """Runs a streamed operation on each shard: where `placement` says, else over the mesh's Explicit axes as the
+    arrays' types cut them. Its stored arrays are sharded as its operands are; its sum is added up over the shards that
+    it runs across, in float32, and sharded along the axes that it keeps."""
     if operation.mode != modes.REFERENCE:
         contract.check_static(arrays[0].shape)
+        placement = placement or _by_type(arrays)
     if operation.mode == modes.SIMULATE:
         _check_simulator(_mesh(arrays), nested=placement is not None)
     if placement is None:
-        return runner(operation)(coefficients, arrays)
+        return stream(operation, coefficients, arrays)
     rank = len(arrays[0].shape)
     total = operation.total
 
     def shard(coefficients: Arrays, arrays: Arrays) -> tuple[jax.Array, ...]:
         coefficients, arrays = _varying_alike(coefficients, arrays)
         if total is None:
-            return runner(operation)(coefficients, arrays)
+            return stream(operation, coefficients, arrays)
         local = tuple(extent if full > 1 else 1 for extent, full in zip(arrays[0].shape, total, strict=True))
-        *outs, part = runner(dataclasses.replace(operation, total=local))(coefficients, arrays)
+        *outs, part = stream(dataclasses.replace(operation, total=local), coefficients, arrays)
         across = [
             n for e, full in zip(_padded(placement.spec, rank), total, strict=True) if full == 1 for n in _names(e)
         ]
@@ -157,6 +151,15 @@ def per_shard(
             *(_of_coefficient(t, placement.spec) for t in [total] if t),
         ),
     )(coefficients, arrays)
+
+
+def _by_type(arrays: Arrays) -> Placement | None:
+    """Where the arrays' types say that they live, on a mesh with Explicit axes."""
+    mesh = _mesh(arrays)
+    if not _names_of(mesh, AxisType.Explicit):
+        return None
+    types = (jax.typeof(x).sharding for x in arrays)  # an array that is older than the mesh knows of none
+    return Placement(mesh, next((s.spec for s in types if not s.mesh.empty), PartitionSpec()))
 
 
 def like(gradient: jax.Array, primal: Any) -> jax.Array:
