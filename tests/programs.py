@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 import tiledops
-from tiledops import chips, simulator
+from tiledops import chips, layouts, simulator
 
 
 def differentiated(a: Any, x: Any, y: Any, g: Any) -> Any:
@@ -46,6 +47,13 @@ def saved(fn: Any, *operands: Any) -> list[int]:
 def blocks(program: Any) -> list[str]:
     """The tile of each kernel of a jaxpr, as its metadata has it."""
     return [dict(call["metadata"])["block"] for call in _calls(program)]
+
+
+def for_two_cores(report: Any, gain: tuple[int, ...]) -> int:
+    """HBM bytes that a second TensorCore costs: a scalar is windowed, so that XLA copies its 512 padded bytes before and
+    after; each core's part of the gain's gradient is written, read and added."""
+    padded = 4 * layouts.round_up(math.prod(gain), 1024)
+    return 0 if report.kernels[0].cores == 1 else 2 * 512 + 4 * padded
 
 
 def _calls(program: Any) -> Iterator[dict[str, Any]]:

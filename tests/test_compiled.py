@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
+from programs import for_two_cores
 
 import tiledops
 from tiledops import chips, compiled, layouts
@@ -90,13 +91,6 @@ def test_moves_no_byte_twice(shape, chip):
             assert not ours.extra, case
             allowed = xla.hbm_bytes + for_two_cores(ours, gain) + (0 if shape else LESS_THAN_A_TILE)
             assert ours.hbm_bytes <= allowed, case
-
-
-def for_two_cores(report, gain):
-    """What a second TensorCore costs: a scalar is windowed, so that XLA copies its 512 padded bytes before and after;
-    each core's part of the gain's gradient is written, read and added."""
-    padded = 4 * layouts.round_up(math.prod(gain), 1024)
-    return 0 if report.kernels[0].cores == 1 else 2 * 512 + 4 * padded
 
 
 GAINS_BY_PARTS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -10,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from programs import differentiated, kernels
+from programs import differentiated, for_two_cores, kernels
 
 import tiledops
-from tiledops import compiled
+from tiledops import chips, compiled
 
 SIZE = 3
 SHAPE = (5, 7)
@@ -88,6 +89,34 @@ def test_compiled_for_tpu(kind: str, axes: tuple[int | None, ...], order: int) -
         shapes, mapped = [(*s, 4) for s in shapes], jax.vmap(mapped, -1, -1)
     report = compiled.compile_for(mapped, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes), chip="v6e")
     assert sorted(kernel.name for kernel in report.kernels) == ["tiledops_axpy", "tiledops_scale_and_dot"]
+
+
+LYING = {
+    "features inside": ((3, 768), (100, 10, 3, 768), [(0, 2, 2)]),
+    "a shared vector": ((768,), (100, 20, 24, 768), [(None, 1, 1)]),
+    "gains of each position, shared by all examples": ((31, 512), (31, 50, 512), [(None, 1, 1), (0, 0, 0)]),
+    "the last axis": ((), (16, 24, 1024), [(None, 2, 2)]),
+}
+
+
+@pytest.mark.parametrize("chip", chips.CHIPS)
+@pytest.mark.parametrize("case", LYING)
+def test_a_mapped_axis_stays_where_it_lies(case: str, chip: str) -> None:
+    """No array is copied to bring it to the front, and what isn't mapped is read once: XLA's bytes, both ways. Where gains
+    of several rows are laid out anew, a row at a time, they are read and written once more, and so is their gradient."""
+    gain, shape, nested = LYING[case]
+    a, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in (gain, shape))
+
+    def reports(op: Any) -> list[Any]:
+        for axes in reversed(nested):
+            op = jax.vmap(op, axes, axes[1])
+        programs = (op, a, x, x), (lambda a, x, y, g: jax.vjp(op, a, x, y)[1](g)[:2], a, x, x, x)
+        return [compiled.compile_for(*program, chip=chip) for program in programs]
+
+    for ours, plain in zip(reports(tiledops.axpy), reports(lambda a, x, y: a * x + y), strict=True):
+        assert len(ours.kernels) == 1
+        relaid = 4 * 4 * math.prod(gain) if ours.extra else 0
+        assert ours.hbm_bytes <= plain.hbm_bytes + for_two_cores(ours, gain) + relaid
 
 
 VARYING = {
