@@ -50,8 +50,8 @@ def blocks(program: Any) -> list[str]:
 
 
 def for_two_cores(report: Any, gain: tuple[int, ...]) -> int:
-    """HBM bytes that a second TensorCore costs: a scalar is windowed, so that XLA copies its 512 padded bytes before and
-    after; each core's part of the gain's gradient is written, read and added."""
+    """HBM bytes that a second TensorCore costs: a scalar is windowed, so that XLA copies its 512 padded bytes before
+    and after; each core's part of the gain's gradient is written, read and added."""
     padded = 4 * layouts.round_up(math.prod(gain), 1024)
     return 0 if report.kernels[0].cores == 1 else 2 * 512 + 4 * padded
 

@@ -102,8 +102,9 @@ LYING = {
 @pytest.mark.parametrize("chip", chips.CHIPS)
 @pytest.mark.parametrize("case", LYING)
 def test_a_mapped_axis_stays_where_it_lies(case: str, chip: str) -> None:
-    """No array is copied to bring it to the front, and what isn't mapped is read once: XLA's bytes, both ways. Where gains
-    of several rows are laid out anew, a row at a time, they are read and written once more, and so is their gradient."""
+    """No array is copied to bring it to the front, and what isn't mapped is read once: XLA's bytes, both ways. Where
+    gains of several rows are laid out a row at a time, they are read and written once more, and so is their gradient.
+    """
     gain, shape, nested = LYING[case]
     a, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in (gain, shape))
 
