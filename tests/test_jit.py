@@ -14,7 +14,7 @@ from cases import BY_NAME
 from programs import fresh
 
 import tiledops
-from tiledops import compiled
+from tiledops import compiled, stream
 
 
 @pytest.mark.parametrize("name", ["lesson", "merged_feature", "column_example", "vector_bf16", "rank0"])
@@ -62,6 +62,23 @@ def test_a_gain_is_an_operand_of_the_program_for_tpu(gain: str) -> None:
         one, other = (differentiated.trace(value, x).lower(lowering_platforms=("tpu",)).as_text() for value in values)
     assert len(traces) == 1
     assert one == other
+
+
+@pytest.mark.parametrize("donated", [(), (2,)], ids=["kept", "donated"])
+def test_a_kernel_is_traced_once(donated: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it may overwrite y or not, which only lowering knows."""
+    traces, launch = [], stream._launch
+    monkeypatch.setattr(stream, "_launch", lambda *args, **specs: traces.append(args) or launch(*args, **specs))
+    a, x = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((24, 1025), jnp.float32)
+    jax.clear_caches()
+    compiled.lower_for(fresh(tiledops.axpy), a, x, x, donate_argnums=donated)
+    assert len(traces) == 1
+
+
+def test_a_block_that_does_not_fit_is_refused_when_the_program_is_traced() -> None:
+    x = jax.ShapeDtypeStruct((65536, 65536), jnp.float32)
+    with tiledops.use_config(mode="tpu", block=(8192, 8192)), pytest.raises(ValueError, match="bytes of VMEM"):
+        jax.jit(lambda x: tiledops.axpy(0.5, x, x)).trace(x)
 
 
 def test_numbers_share_one_program() -> None:

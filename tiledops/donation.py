@@ -9,7 +9,7 @@ program is the caller's, unless it is donated; whatever the program has made its
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.extend.core import Primitive
@@ -23,13 +23,21 @@ _in_place: Any = Primitive("tiledops_in_place")
 _in_place.multiple_results = True
 
 
-def in_place(
-    kernel: Callable[[Aliases], Callable[..., Any]], aliases: Aliases, skip: int, *operands: jax.Array
-) -> tuple[jax.Array, ...]:
+class Kernel(Protocol):
+    """A kernel, hashable, before it is known which of its operands it may overwrite."""
+
+    def __call__(self, aliases: Aliases) -> Callable[..., tuple[jax.Array, ...]]: ...
+
+    def like(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        """Arrays of the types of its results. Raises what the kernel itself would."""
+        ...
+
+
+def in_place(kernel: Kernel, aliases: Aliases, skip: int, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """`kernel(aliases)(*operands)`, with those of the aliases whose operand may be overwritten.
 
     Args:
-      kernel: hashable; the kernel for a choice of aliases.
+      kernel: the kernel for a choice of aliases.
       aliases: pairs (operand, result), the operands counted from `skip` on.
     """
     if not aliases:
@@ -39,16 +47,16 @@ def in_place(
 
 
 @_in_place.def_impl
-def _eager(*operands: Any, kernel: Any, aliases: Aliases, skip: int) -> Any:
+def _eager(*operands: Any, kernel: Kernel, aliases: Aliases, skip: int) -> Any:
     return kernel(())(*operands)  # outside `jit` every array is the caller's
 
 
 @_in_place.def_abstract_eval
-def _abstract(*operands: Any, kernel: Any, aliases: Aliases, skip: int) -> Any:
-    return list(jax.make_jaxpr(kernel(aliases))(*operands).out_avals)
+def _abstract(*operands: Any, kernel: Kernel, aliases: Aliases, skip: int) -> Any:
+    return list(jax.make_jaxpr(kernel.like)(*operands).out_avals)  # which aliases to trace it with, `_lower` knows
 
 
-def _lower(context: Any, *operands: Any, kernel: Any, aliases: Aliases, skip: int) -> Any:
+def _lower(context: Any, *operands: Any, kernel: Kernel, aliases: Aliases, skip: int) -> Any:
     allowed = tuple((i, out) for i, out in aliases if not _is_callers(operands[skip + i]))
     return mlir.lower_fun(kernel(allowed), multiple_results=True)(context, *operands)
 

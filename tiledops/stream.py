@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tiledops import blocks, chips, donation, layouts, modes, packing, simulator, tiling
+from tiledops import blocks, chips, donation, modes, packing, simulator, tiling
 from tiledops.operation import Operation
-from tiledops.places import Place, place
+from tiledops.places import Place
 from tiledops.tile import Refs, Tile
 
 
@@ -60,6 +60,18 @@ class _Kernel:
 
         return run
 
+    def like(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        """Arrays of the types of its results; once it is known that the kernel can be cut."""
+        op, coefficients, arrays = self.op, operands[: self.coefficients], operands[self.coefficients :]
+        if op.leaves == 1:
+            Tile.of(op, coefficients, arrays)
+        leaves = op.by_leaf(arrays)
+        stored = tuple(leaves[k * op.leaves // len(op.outs)][0].astype(dtype) for k, dtype in enumerate(op.outs))
+        if op.total is None:
+            return stored
+        axes = tuple(axis for axis, extent in enumerate(op.total) if extent == 1)
+        return (*stored, jnp.sum(arrays[0].astype(jnp.float32), axes, keepdims=True))
+
 
 @functools.partial(jax.jit, static_argnums=0)
 def _reference(op: Operation, coefficients: Any, arrays: Any) -> tuple[jax.Array, ...]:
@@ -75,34 +87,17 @@ def _reference(op: Operation, coefficients: Any, arrays: Any) -> tuple[jax.Array
 @functools.partial(jax.jit, static_argnums=0)
 def _streamed(op: Operation, coefficients: Any, arrays: Any) -> tuple[jax.Array, ...]:
     """The kernel, behind a jit of its own: however many leaves share a shape, it is traced and lowered once."""
-    shape = arrays[0].shape
-    varying = tuple(_varying(c.shape, shape) for c in coefficients)
-    kept_axes = _varying(op.total or (), shape)
-    view = layouts.view(shape, arrays[-1].dtype, apart=(*varying, kept_axes))
-    places = tuple(place(view, axes, op.chip) for axes in varying)
-    kept = None if op.total is None else place(view, kept_axes, op.chip)
-    # What varies along every axis is one array more: a coefficient is read like x, and products are stored like out.
-    whole = [c for c, its in zip(coefficients, places, strict=True) if its.whole]
-    products = kept is not None and kept.whole
-    plan = tiling.plan(
-        view.shape,
-        tuple(x.dtype.itemsize for x in (*whole, *arrays)),
-        (*(dtype.itemsize for dtype in op.outs), *((4,) * products)),
-        info=op.chip,
-        config=op.config,
-        places=tuple(place for place in places if not place.whole),
-        kept=None if products else kept,
-    )
-    tile = Tile(functools.partial(op.block, exact=op.mode != modes.TPU), plan, places, kept)
+    tile = Tile.of(op, coefficients, arrays)
+    view, plan, kept = tile.view, tile.plan, tile.kept
     resident, streams = [], []
-    for c, its in zip(coefficients, places, strict=True):
+    for c, its in zip(coefficients, tile.places, strict=True):
         viewed = c.transpose(view.order)
         if its.stays:
             resident.append(_sliceable(viewed.reshape(-1), plan.slices(its)))
         else:
             streams.append(_sliceable(viewed.reshape(its.part(view.shape)), not its.whole))
     results = _call(op, tile, resident, [*streams, *map(view.of, arrays)])
-    stored = tuple(view.back(out, shape) for out in results[: len(op.outs)])
+    stored = tuple(view.back(out, arrays[0].shape) for out in results[: len(op.outs)])
     if kept is None or op.total is None:
         return stored
     total = jnp.sum(results[-1], 0) if kept.stays and plan.cores > 1 else results[-1]
@@ -112,10 +107,6 @@ def _streamed(op: Operation, coefficients: Any, arrays: Any) -> tuple[jax.Array,
 def _sliceable(vector: jax.Array, sliced: bool) -> jax.Array:
     """A coefficient whose tiles take pieces of it, as float32: those of bfloat16 would start at multiples of 256."""
     return vector.astype(jnp.float32) if sliced else vector
-
-
-def _varying(coefficient: tuple[int, ...], shape: tuple[int, ...]) -> frozenset[int]:
-    return frozenset(axis for axis, extent in enumerate(coefficient) if extent > 1)
 
 
 def _call(op: Operation, tile: Tile, resident: list[jax.Array], streams: list[jax.Array]) -> list[jax.Array]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -16,8 +16,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from tiledops import layouts, modes, tiling
 from tiledops.layouts import LANES
-from tiledops.places import Place
+from tiledops.operation import Operation
+from tiledops.places import Place, place
 from tiledops.sums import Sum
 from tiledops.tiling import TilePlan
 
@@ -40,15 +42,44 @@ class Tile:
 
     Attributes:
       compute: the block function, `(coefficients, blocks) -> (blocks to store, block to sum or None)`.
+      view: how the arrays are seen.
       plan: how the view is cut.
       places: of the coefficients. Those that don't stay are the first of the streams.
       kept: the place of the sum, if there is one. If it doesn't stay, it is the last that is stored.
     """
 
     compute: Callable[..., Any]
+    view: layouts.View
     plan: TilePlan
     places: tuple[Place, ...]
     kept: Place | None
+
+    @classmethod
+    def of(cls, op: Operation, coefficients: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> Tile:
+        """Of an operation on arrays of one shape and coefficients that broadcast against them.
+
+        Raises:
+          ValueError: a block of the user's that doesn't fit.
+        """
+        shape = arrays[0].shape
+        varying = tuple(_varying(c.shape) for c in coefficients)
+        kept_axes = _varying(op.total or ())
+        view = layouts.view(shape, arrays[-1].dtype, apart=(*varying, kept_axes))
+        places = tuple(place(view, axes, op.chip) for axes in varying)
+        kept = None if op.total is None else place(view, kept_axes, op.chip)
+        # What varies along every axis is one array more: a coefficient is read like x, products are stored like out.
+        whole = [c for c, its in zip(coefficients, places, strict=True) if its.whole]
+        products = kept is not None and kept.whole
+        plan = tiling.plan(
+            view.shape,
+            tuple(x.dtype.itemsize for x in (*whole, *arrays)),
+            (*(dtype.itemsize for dtype in op.outs), *((4,) * products)),
+            info=op.chip,
+            config=op.config,
+            places=tuple(place for place in places if not place.whole),
+            kept=None if products else kept,
+        )
+        return cls(functools.partial(op.block, exact=op.mode != modes.TPU), view, plan, places, kept)
 
     @property
     def sum(self) -> Sum | None:
@@ -140,7 +171,7 @@ class Tile:
 
         def clear(start: Any, size: Any) -> None:
             index = self._window(start, size)
-            for ref in refs.ins[sum(not place.stays for place in self.places) :]:
+            for ref in refs.ins[sum(not its.stays for its in self.places) :]:
                 x = ref[index].astype(jnp.float32)  # not every TPU selects among bfloat16
                 kept = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) < inside - start[axis]
                 ref[index] = jnp.where(kept, x, 0.0).astype(ref.dtype)
@@ -202,6 +233,10 @@ class Tile:
         if place.rows == place.cols:
             return ref[(*leading, rows, cols)]
         return _spread(ref[(*leading, 0, cols)], place)
+
+
+def _varying(shape: tuple[int, ...]) -> frozenset[int]:
+    return frozenset(axis for axis, extent in enumerate(shape) if extent > 1)
 
 
 def _spread(vector: Any, place: Place) -> Any:
