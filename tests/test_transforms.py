@@ -222,6 +222,30 @@ def test_vmap_trains_many_models_at_once(mode):
     assert_agree(got, wanted)
 
 
+@pytest.mark.parametrize("axes", [(0, 0), (-1, 0), (None, -1)], ids=str)
+def test_the_derivative_of_a_batch_of_clipped_steps(axes):
+    """Each model has a norm of its own, wherever the mapped axis lies in its gradients and parameters."""
+    random = np.random.default_rng(0)
+
+    def batch(axis):
+        shapes = {"w": (3, 5), "b": (4,), "gain": (6,), "scale": ()}
+        mapped = {
+            name: s if axis is None else np.insert(np.array(s, int), axis % (len(s) + 1), 2)
+            for name, s in shapes.items()
+        }
+        return {name: jnp.asarray(random.standard_normal(tuple(s)), jnp.float32) for name, s in mapped.items()}
+
+    def loss(module, grads, params):
+        tx = module.chain(module.clip_by_global_norm(0.5), module.scale(-0.1))
+        updated = jax.vmap(lambda g, p: optax.apply_updates(p, tx.update(g, tx.init(p))[0]), axes)(grads, params)
+        return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(updated))
+
+    operands = batch(axes[0]), batch(axes[1])
+    wanted = jax.grad(functools.partial(loss, optax), (0, 1))(*operands)
+    with tiledops.use_config(mode="reference"):
+        assert_agree(jax.grad(functools.partial(loss, transforms), (0, 1))(*operands), wanted)
+
+
 def test_a_constant_zero_weight_decay_adds_nothing_at_all():
     params, g = jnp.asarray([jnp.inf]), jnp.ones(1)
     update, _ = transforms.add_decayed_weights(0.0).update(g, optax.EmptyState(), params)

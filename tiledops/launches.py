@@ -138,7 +138,8 @@ def _run_jvp(call: Call, work: _Work, primals: Any, tangents: Any) -> tuple[Any,
         coefficients, arrays = work.split(operands)
         leaves = [operation.block(coefficients, its, exact=False) for its in operation.by_leaf(arrays)]
         outs = (out for stored, _ in leaves for out in stored)
-        sums = [jnp.sum(summed, keepdims=True) for _, summed in leaves if summed is not None]
+        apart = tuple(axis for axis, extent in enumerate(operation.total or ()) if extent == 1)
+        sums = [jnp.sum(summed, apart, keepdims=True) for _, summed in leaves if summed is not None]
         rounded = tuple(out.astype(dtype) for out, dtype in zip(outs, operation.outs, strict=True))
         return (*rounded, functools.reduce(jnp.add, sums)) if sums else rounded
 
