@@ -17,6 +17,10 @@ import tiledops
 from tiledops import chips, layouts, simulator
 
 
+def jnp_axpy(a: Any, x: Any, y: Any) -> Any:
+    return a * x + y
+
+
 def differentiated(a: Any, x: Any, y: Any, g: Any) -> Any:
     """The result of `axpy`, and the gradients of its operands."""
     out, pullback = jax.vjp(tiledops.axpy, a, x, y)
