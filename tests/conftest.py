@@ -34,6 +34,16 @@ def reference() -> Iterator[None]:
 
 
 @pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No layer may trace one."""
+
+    def refused(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a kernel was traced")
+
+    monkeypatch.setattr("tiledops.gates.axpy", refused)
+
+
+@pytest.fixture
 def detectors(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The race detector's record of each kernel that is simulated during the test, in order.
 

@@ -1,4 +1,4 @@
-"""Operands, calls and models of the Linen layers, for their tests."""
+"""Operands and calls of the layers of both flavours, and models of Linen's, for their tests."""
 
 from typing import Any
 
@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import oracle
 from flax import linen as nn
+from flax import nnx
 
 F32, BF16 = np.float32, ml_dtypes.bfloat16
 KEY = jax.random.key(0)
@@ -21,8 +23,17 @@ def operands(shape=(3, 5), branch=F32, residual=F32, seed=0):
 
 
 def apply(layer, variables, *args, **options):
-    """`layer.apply`, compiled: the reference is a dozen operations, each compiled apart if not."""
+    """`layer.apply` of Linen, compiled: the reference is a dozen operations, each compiled apart if not."""
     return jax.jit(lambda variables, *args: layer.apply(variables, *args, **options))(variables, *args)
+
+
+def call(layer, *args, **options):
+    """`layer(...)` of NNX, compiled for the same reason."""
+    return nnx.jit(lambda layer, *args: layer(*args, **options))(layer, *args)
+
+
+def same(got, wanted):
+    oracle.assert_same_bits(got, np.asarray(wanted))
 
 
 class Plain(nn.Module):

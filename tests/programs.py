@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +16,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 import tiledops
 from tiledops import chips, layouts, simulator
+
+# Of the indices of a, x and y: each that can be asked for.
+SUBSETS = [s for n in (1, 2, 3) for s in itertools.combinations(range(3), n)]
+
+
+def jnp_axpy(a: Any, x: Any, y: Any) -> Any:
+    return a * x + y
 
 
 def differentiated(a: Any, x: Any, y: Any, g: Any) -> Any:

@@ -130,14 +130,6 @@ def test_wrong_operands_are_named_as_the_layer_names_them():
 # Initialisation
 
 
-@pytest.fixture
-def no_kernels(monkeypatch):
-    def refused(*args, **kwargs):
-        raise AssertionError("a kernel was traced")
-
-    monkeypatch.setattr("tiledops.gates.axpy", refused)
-
-
 @pytest.mark.usefixtures("no_kernels")
 def test_initialisation_traces_no_kernel():
     branch, residual = operands(branch=BF16)
