@@ -228,13 +228,15 @@ def reason(error: BaseException) -> str:
 
 
 def hush() -> None:
-    """Keeps orbax's threads from printing pages about a write that failed, which `Checkpoints` says in a line."""
+    """Keeps orbax from printing pages about what `Checkpoints` says in a line: a write or a read that failed."""
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     show = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":  # what tensorstore's callbacks then find
+        callback = str(unraisable.exc_value) == "Event loop is closed"  # what tensorstore's then find
+        coroutine = "_read_array_index_and_device_put" in repr(unraisable.object)  # orbax's, of the other arrays
+        if not callback and not coroutine:
             show(unraisable)
 
     sys.unraisablehook = hook
