@@ -77,6 +77,20 @@ def test_a_gradient_inside_a_shard_map(check_vma: bool, mode: str) -> None:
     assert_right((o, np.asarray(da).sum().astype(np.float32), dx, dy), *arrays)
 
 
+@MODES
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("gain", ["scalar", "feature"])
+def test_a_shard_map_inside_a_vmap_over_a_mesh_axis(gain: str, check_vma: bool, mode: str) -> None:
+    """A gain that is shared varies over one axis less than what is mapped: its gradient is summed over that too."""
+    shape, spec = GAINS[gain]
+    arrays = values(shape, SHAPE, SHAPE, SHAPE)
+    rows = PartitionSpec("model")
+    mapped = jax.shard_map(tiledops.axpy, in_specs=(spec, rows, rows), out_specs=rows, check_vma=check_vma)
+    batched = jax.vmap(mapped, in_axes=(None, 0, 0), spmd_axis_name="data")
+    with jax.set_mesh(mesh_of(AxisType.Auto)), tiledops.use_config(mode=mode):
+        assert_right(jax.jit(differentiated(batched))(*arrays), *arrays)
+
+
 NESTED = jaxlib.version.__version_info__ >= (0, 11, 2)
 
 

@@ -222,6 +222,27 @@ def test_what_is_not_mapped_is_computed_once(mode: str) -> None:
     assert kernels(traced) == ({} if mode == "reference" else {"tiledops_axpy": 1})
 
 
+@pytest.mark.parametrize("mode", ["reference", "simulate", "tpu"])
+@pytest.mark.parametrize("kind", ["scalar", "vector"])
+def test_an_empty_batch(kind: str, mode: str) -> None:
+    """As jnp's: empty results, and a gradient of zeros by a gain that is shared. There is no tile for a kernel."""
+    gain, x = jnp.ones(() if kind == "scalar" else (5,)), jnp.ones((0, 2, 5))
+
+    def loss(a: Any, x: Any, y: Any) -> Any:
+        out = jax.vmap(tiledops.axpy, (None, 0, 0))(a, x, y)
+        return out.sum(), out
+
+    def run(a: Any, x: Any) -> Any:
+        each = jax.vmap(jax.grad(lambda a, x: tiledops.axpy(a, x, x).sum(), (0, 1)), (None, 0))(a, x)
+        return jax.grad(loss, (0, 1, 2), has_aux=True)(a, x, x), each
+
+    with tiledops.use_config(mode=mode):
+        ((da, dx, dy), out), each = jax.jit(run)(gain, x)
+    np.testing.assert_array_equal(da, np.zeros(gain.shape, np.float32))
+    assert dx.shape == dy.shape == out.shape == each[1].shape == x.shape
+    assert each[0].shape == (0, *gain.shape)
+
+
 def test_a_batch_of_one_and_a_name() -> None:
     x = operand(SHAPE, None)[None]
 

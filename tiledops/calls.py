@@ -93,15 +93,23 @@ class Batch:
             return call
         return dataclasses.replace(call, placement=call.placement.batched(self.at, self.spmd_name, array))
 
-    def arrays(self, arrays: Sequence[jax.Array], axes: Sequence[int | None]) -> list[jax.Array]:
-        return [
-            jnp.broadcast_to(jnp.expand_dims(x, self.at), (*x.shape[: self.at], self.size, *x.shape[self.at :]))
-            if axis is None
-            else jnp.moveaxis(x, axis, self.at)
-            for x, axis in zip(arrays, axes, strict=True)
+    def operands(self, operands: Sequence[jax.Array], axes: Sequence[int | None], arrays: slice) -> list[jax.Array]:
+        """Those of the call on the batch; all but the slice are coefficients. `spmd_name` makes what is mapped vary
+        over a manual mesh axis: what isn't mapped is cast to here, where the cast is differentiated with the rest."""
+        inside = range(*arrays.indices(len(operands)))
+        lifted = [
+            (self._array if i in inside else self._coefficient)(x, axis)
+            for i, (x, axis) in enumerate(zip(operands, axes, strict=True))
         ]
+        return list(*partitioning.varying_alike(tuple(lifted)))
 
-    def coefficient(self, x: jax.Array, axis: int | None) -> jax.Array:
+    def _array(self, x: jax.Array, axis: int | None) -> jax.Array:
+        if axis is None:
+            shape = (*x.shape[: self.at], self.size, *x.shape[self.at :])
+            return jnp.broadcast_to(jnp.expand_dims(x, self.at), shape)
+        return jnp.moveaxis(x, axis, self.at)
+
+    def _coefficient(self, x: jax.Array, axis: int | None) -> jax.Array:
         """With the rank of the arrays: it runs along the last of an example's axes, and is 1 along the others."""
         batch = jnp.expand_dims(x, 0) if axis is None else jnp.moveaxis(x, axis, 0)
         aligned = jnp.expand_dims(batch, tuple(range(1, 2 + self.rank - batch.ndim)))

@@ -77,9 +77,7 @@ def _mapped(function: transformable, arrays: slice) -> None:
 
     def rule(axis: Any, call: Call, results: Results, operands: Any, axes: Any) -> tuple[list[jax.Array], list[int]]:
         batch = Batch.of(axis, operands[arrays], axes[arrays])
-        lifted = [batch.coefficient(c, its) for c, its in zip(operands, axes, strict=True)]
-        lifted[arrays] = batch.arrays(operands[arrays], axes[arrays])
-
+        lifted = batch.operands(operands, axes, arrays)
         total = results.total
         batched = dataclasses.replace(results, total=None if total is None else batch.total(total))
         values = jax.tree.leaves(function(batch.call(call, lifted[arrays][0]), batched, *lifted))

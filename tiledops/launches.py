@@ -156,8 +156,8 @@ def _run_mapped(axis: Any, call: Call, work: _Work, operands: Any, axes: Any) ->
     sums = []
     for its, its_axes in zip(operation.by_leaf(arrays), operation.by_leaf(array_axes), strict=True):
         batch = Batch.of(axis, its, its_axes)
-        lifted = [batch.coefficient(c, a) for c, a in zip(coefficients, coefficient_axes, strict=True)]
-        lifted += batch.arrays(its, its_axes)
+        first = slice(len(coefficients), None)
+        lifted = batch.operands((*coefficients, *its), (*coefficient_axes, *its_axes), first)
         total = None if leaf.total is None else batch.total(leaf.total)
         batched = dataclasses.replace(leaf, total=total)
         values = _run(batch.call(call, lifted[-1]), _Work(batched, len(coefficients)), *lifted)

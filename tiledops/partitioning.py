@@ -61,7 +61,7 @@ def place(
     Raises:
       ValueError: no `spec` on a mesh with Auto axes, or one that doesn't fit the mesh or the shape.
     """
-    coefficients, arrays = _varying_alike(coefficients, arrays)
+    coefficients, arrays = varying_alike(coefficients, arrays)
     arrays = alike(coefficients, arrays)
     mesh = _mesh(arrays)
     auto = {name: mesh.shape[name] for name in _names_of(mesh, AxisType.Auto)}
@@ -122,7 +122,7 @@ def per_shard(
     total = operation.total
 
     def shard(coefficients: Arrays, arrays: Arrays) -> tuple[jax.Array, ...]:
-        coefficients, arrays = _varying_alike(coefficients, arrays)
+        coefficients, arrays = varying_alike(coefficients, arrays)
         if total is None:
             return stream(operation, coefficients, arrays)
         local = tuple(extent if full > 1 else 1 for extent, full in zip(arrays[0].shape, total, strict=True))
@@ -256,17 +256,16 @@ def _only(spec: PartitionSpec, names: tuple[str, ...]) -> PartitionSpec:
     return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in kept))
 
 
-def _varying_alike(coefficients: Arrays, arrays: Arrays) -> tuple[Arrays, Arrays]:
+def varying_alike(*groups: Arrays) -> tuple[Arrays, ...]:
     """Inside `shard_map`: all operands varying over the same mesh axes, as `jnp.add` makes them. The transpose of this
     cast is the sum over those axes: of a replicated gain's gradient, over the shards."""
-    everything = (*coefficients, *arrays)
-    axes = frozenset[str]().union(*map(_varies_on, everything))
+    axes = frozenset[str]().union(*(_varies_on(x) for group in groups for x in group))
 
     def vary(x: jax.Array) -> jax.Array:
         missing = tuple(sorted(axes - _varies_on(x)))
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
-    return tuple(map(vary, coefficients)), tuple(map(vary, arrays))
+    return tuple(tuple(map(vary, group)) for group in groups)
 
 
 def _varies_on(x: jax.Array) -> frozenset[str]:

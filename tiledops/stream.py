@@ -30,7 +30,7 @@ def stream(op: Operation, coefficients: tuple[jax.Array, ...], arrays: tuple[jax
     Returns:
       The stored arrays, then the float32 sum if there is one.
     """
-    if op.mode == modes.REFERENCE:
+    if op.mode == modes.REFERENCE or arrays[0].size == 0:  # an empty batch: no tile, so no kernel
         return _reference(op, coefficients, arrays)
     kernel = _Kernel(op, len(coefficients))
     chips.prepare_simulator()  # also to trace for a TPU where there is none, as `jax.export` does
