@@ -220,60 +220,7 @@ def test_a_gain_an_example_has_its_batch_first() -> None:
     refused(ValueError, "(2, 1, 1) (one an example)", "got shape (1, 3, 1)", a=np.ones((1, 3, 1), "f4"), x=x, y=x)
 
 
-# PipelineConfig
-
-
-@pytest.mark.parametrize("block", [8, "ab", (8,), (8, 128, 1), (), (8.0, 128), (True, 128), (8, None), {8, 128}])
-def test_blocks_of_the_wrong_kind(block: Any) -> None:
-    with pytest.raises(TypeError, match=r"block must be \(rows, cols\), two positive integers in multiples") as refusal:
-        PipelineConfig(block=block)
-    assert f"got {block!r}" in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("block", "nearest"),
-    [
-        ((7, 128), (8, 128)),
-        ((8, 100), (8, 128)),
-        ((0, 128), (8, 128)),
-        ((8, 0), (8, 128)),
-        ((-8, 128), (8, 128)),
-        ((8, -128), (8, 128)),
-        ((30, 300), (32, 256)),
-        ((128, 8), (128, 128)),
-    ],
-)
-def test_blocks_that_are_no_multiple(block: tuple[int, int], nearest: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match=r"in multiples of \(8, 128\)") as refusal:
-        PipelineConfig(block=block)
-    assert f"got {block}. The nearest is {nearest}" in str(refusal.value)
-    assert PipelineConfig(block=nearest).block == nearest
-
-
-@pytest.mark.parametrize("buffers", [0, 1, 4, -2, 2.0, "2", None, True])
-def test_buffers(buffers: Any) -> None:
-    with pytest.raises(ValueError, match=r"buffers must be 2 .* or 3") as refusal:
-        PipelineConfig(buffers=buffers)
-    assert f"got {buffers!r}" in str(refusal.value)
-
-
-@pytest.mark.parametrize("schedule", ["fast", "Pipelined", "", None, 2])
-def test_schedule(schedule: Any) -> None:
-    with pytest.raises(ValueError, match="schedule must be one of pipelined, synchronous, blocked") as refusal:
-        PipelineConfig(schedule=schedule)
-    assert f"got {schedule!r}" in str(refusal.value)
-
-
-def test_three_buffers_are_the_pipelines_own() -> None:
-    with pytest.raises(ValueError, match=r"blocked.* two buffers.* got buffers=3. Use schedule='pipelined'"):
-        PipelineConfig(schedule="blocked", buffers=3)
-
-
-@pytest.mark.parametrize("mode", ["gpu", "TPU", "", True, 0])
-def test_mode(mode: Any) -> None:
-    with pytest.raises(ValueError, match="mode must be one of tpu, simulate, reference") as refusal:
-        PipelineConfig(mode=mode)
-    assert f"got {mode!r}" in str(refusal.value)
+# config
 
 
 @pytest.mark.parametrize("config", ["reference", {}, (8, 128), PipelineConfig], ids=repr)
