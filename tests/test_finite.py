@@ -13,12 +13,26 @@ from test_transformation import CHAINS, SIZE, kernels
 import tiledops
 from tiledops import chips, transforms
 
+
+def remember():
+    """A transformation of somebody else's, whose state moves on a place at each step."""
+
+    def update(updates, state, params=None):
+        return jax.tree.map(jnp.add, updates, state["before"]), {"last": updates, "before": state["last"]}
+
+    def init(params):
+        return {"last": params, "before": jax.tree.map(jnp.zeros_like, params)}
+
+    return optax.GradientTransformation(init, update)
+
+
 STEPPED = {**CASES, **{name: make for name, make in CHAINS.items() if name != "nested in Optax's"}}
 GUARDED = {
     "adamw": lambda m: m.adamw(0.1, weight_decay=0.1),
     "norm first": CHAINS["norm first"],
     "norm in the middle": CHAINS["norm in the middle"],
     "Optax's between": CHAINS["Optax's between"],
+    "a state that moves on": lambda m: m.chain(remember(), m.scale(-0.1)),
     "nested": lambda m: m.chain(m.trace(0.9), m.apply_if_finite(m.adam(0.1), 1), m.scale(0.5)),
     "identity": lambda m: m.identity(),
     "masked": lambda m: m.add_decayed_weights(0.1, {"matrix": True, "vector": False}),

@@ -72,5 +72,5 @@ def chosen(accept: jax.Array | None, new: Any, old: Any, done: Any = ()) -> Any:
     """The new tree, or the old one where a step is not accepted; of `done` the leaves are chosen already."""
     if accept is None:
         return new
-    settled = {id(leaf) for leaf in jax.tree.leaves((done, old))}
-    return jax.tree.map(lambda x, y: x if id(x) in settled else jnp.where(accept, x, y), new, old)
+    settled = {id(leaf) for leaf in jax.tree.leaves(done)}
+    return jax.tree.map(lambda x, y: x if x is y or id(x) in settled else jnp.where(accept, x, y), new, old)
