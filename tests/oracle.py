@@ -25,6 +25,16 @@ def dx(a: Any, x: Any, g: Any) -> np.ndarray:
     return rounded(f64(a) * f64(g), np.asarray(x).dtype)
 
 
+def tangent(operands: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """The tangent of a*x + y in float64, and how far the op's may be from it: it has y's dtype, and each of the two
+    products is rounded to that, once, where it has been added. An operand that has no tangent has None."""
+    (a, x, y), (ta, tx, ty) = operands, tangents
+    pairs = [pair for pair in ((a, tx), (ta, x)) if pair[0] is not None and pair[1] is not None]
+    terms = [np.zeros(np.shape(y)), *(f64(c) * f64(v) for c, v in pairs), *([] if ty is None else [f64(ty)])]
+    half_ulp = BF16_HALF_ULP if np.asarray(y).dtype.itemsize == 2 else F32_ULP / 2
+    return sum(terms), 2 * half_ulp * sum(map(np.abs, terms))
+
+
 def da(a: Any, x: Any, g: Any) -> tuple[np.ndarray, np.ndarray]:
     """The gain's gradient in float64, and how far a float32 sum may be from it.
 

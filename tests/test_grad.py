@@ -14,7 +14,6 @@ from cases import BF16, BY_NAME, CASES, F32, Case
 from programs import SUBSETS, fresh, jnp_axpy, of, saved
 
 import tiledops
-from tiledops import compiled
 
 MODES = pytest.mark.parametrize("mode", ["reference", "simulate", "tpu"])
 
@@ -81,28 +80,6 @@ def test_pullbacks_of_one_jitted_function_by_different_operands(subsets: Any, mo
     with tiledops.use_config(mode=mode):
         for argnums, gradients in [(s, pullback(s)) for s in subsets]:
             check(case, dict(zip(argnums, gradients(g), strict=True)))
-
-
-@pytest.mark.parametrize("mode", ["reference", "simulate"])
-def test_forward_mode_is_refused_by_jax(mode: str) -> None:
-    """The op has a rule for reverse mode alone, and JAX says so itself. `jax.linearize` says so when it is called."""
-    a, x, y, _ = map(jnp.asarray, BY_NAME["lesson"].operands())
-    with tiledops.use_config(mode=mode):
-        for call in (
-            lambda: jax.jvp(tiledops.axpy, (a, x, y), (a, x, y)),
-            lambda: jax.linearize(tiledops.axpy, a, x, y)[1](a, x, y),
-            lambda: jax.jacfwd(tiledops.axpy)(a, x, y),
-            lambda: jax.hessian(lambda a: tiledops.axpy(a, x, y).sum())(a),
-        ):
-            with pytest.raises(TypeError, match="forward-mode"):
-                call()
-
-
-def test_forward_mode_is_refused_for_tpu() -> None:
-    """When the program is lowered: traced, the tangent is one more step of it."""
-    a, x, y = (jax.ShapeDtypeStruct(v.shape, v.dtype) for v in BY_NAME["lesson"].operands()[:3])
-    with pytest.raises(TypeError, match="forward-mode"):
-        compiled.lower_for(lambda *operands: jax.jvp(tiledops.axpy, operands, operands)[1], a, x, y)
 
 
 def test_what_linearize_gives_transposes() -> None:

@@ -247,3 +247,28 @@ def test_vmap_keeps_the_mapped_axis_sharded(kind: AxisType, shared: bool, mode: 
     if explicit or mode == "simulate":
         assert all(r.sharding.is_equivalent_to(placed[1].sharding, 3) for r in (out, dx, dy))
         assert " all-gather(" not in compiled.as_text()
+
+
+@MODES
+@pytest.mark.parametrize("axes", [(None, 0, None), (None, None, 0), (0, None, None), (0, 0, 0)], ids=str)
+def test_a_vmap_over_an_explicit_axis(axes: tuple[int | None, ...], mode: str) -> None:
+    """What isn't mapped is on no axis of the mesh, and joins what is: as in jnp, and with no copy of it elsewhere."""
+    arrays = [
+        jnp.ones(shape if axis is None else (4, *shape)) for shape, axis in zip([(), (8, 6), (8, 6)], axes, strict=True)
+    ]
+    mesh = mesh_of(AxisType.Explicit)
+
+    def run(op: Any) -> Any:
+        def of(*operands: Any) -> Any:
+            mapped = jax.vmap(op, axes)
+            gradients = jax.grad(lambda *o: mapped(*o).sum(), (0, 1, 2))(*operands)
+            each = jax.vmap(jax.grad(lambda *o: op(*o).sum(), (0, 1, 2)), axes)(*operands)
+            return mapped(*operands), gradients, each
+
+        specs = [PartitionSpec() if axis is None else PartitionSpec("data") for axis in axes]
+        return jax.jit(of)(*put(mesh, specs, arrays))
+
+    with jax.set_mesh(mesh), tiledops.use_config(mode=mode):
+        for got, wanted in zip(jax.tree.leaves(run(tiledops.axpy)), jax.tree.leaves(run(jnp_axpy)), strict=True):
+            assert got.sharding.is_equivalent_to(wanted.sharding, wanted.ndim), (got.sharding, wanted.sharding)
+            np.testing.assert_array_equal(got, wanted)  # small whole numbers

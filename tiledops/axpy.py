@@ -16,7 +16,8 @@ def axpy(a: Any, x: Any, y: Any, *, config: PipelineConfig | None = None, spec: 
     """The scaled add a*x + y, in float32, rounded once to y's dtype (BLAS AXPY: y is the accumulator).
 
     On TPU, one pipelined kernel that reads x and y once and writes the result once, and another for the backward pass.
-    Differentiable any number of times in reverse mode. A gain that is not differentiated keeps no activation.
+    Differentiable any number of times, in reverse and in forward mode. A gain that is not differentiated keeps no
+    activation.
 
     >>> x, y = jnp.full((3, 5), 2.0), jnp.ones((3, 5))
     >>> tiledops.axpy(0.5, x, y)[0]

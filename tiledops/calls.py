@@ -101,7 +101,12 @@ class Batch:
             (self._array if i in inside else self._coefficient)(x, axis)
             for i, (x, axis) in enumerate(zip(operands, axes, strict=True))
         ]
-        return list(*partitioning.varying_alike(tuple(lifted)))
+        (lifted,) = map(list, partitioning.varying_alike(tuple(lifted)))
+        coefficients = tuple(x for i, x in enumerate(lifted) if i not in inside)
+        lifted[arrays] = partitioning.alike(
+            coefficients, tuple(lifted[arrays])
+        )  # what was spread out is on no axis yet
+        return lifted
 
     def _array(self, x: jax.Array, axis: int | None) -> jax.Array:
         if axis is None:
