@@ -103,9 +103,8 @@ class Batch:
         ]
         (lifted,) = map(list, partitioning.varying_alike(tuple(lifted)))
         coefficients = tuple(x for i, x in enumerate(lifted) if i not in inside)
-        lifted[arrays] = partitioning.alike(
-            coefficients, tuple(lifted[arrays])
-        )  # what was spread out is on no axis yet
+        # Spread over the batch, an array is on no axis of an Explicit mesh yet.
+        lifted[arrays] = partitioning.alike(coefficients, tuple(lifted[arrays]))
         return lifted
 
     def _array(self, x: jax.Array, axis: int | None) -> jax.Array:

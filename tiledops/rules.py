@@ -102,11 +102,11 @@ class _Tangent:
     types: tuple[Any, ...]
     effects: frozenset[Any]
 
-    def __call__(self, *arrays: jax.Array) -> Any:
+    def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
         given = iter(arrays[self.saved.num_leaves :])
         tangents = [next(given) if perturbed else None for perturbed in self.perturbed]
         call = self.call
-        return call.rules.pushforward(call.one, call.other, self._saved(arrays), *tangents)
+        return jax.tree.leaves(call.rules.pushforward(call.one, call.other, self._saved(arrays), *tangents))
 
     def transposed(self, gradients: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
         """The gradients of the perturbed operands; `arrays` begin with what was saved."""
@@ -185,10 +185,7 @@ def _batched(axis: Any, arrays: Any, axes: Any, *, call: _Call, program: Any) ->
 
 
 def _batched_tangent(axis: Any, arrays: Any, axes: Any, *, call: _Tangent) -> tuple[Any, Any]:
-    mapped = jax.vmap(
-        lambda *arrays: jax.tree.leaves(call(*arrays)), axes, axis_size=axis.size, spmd_axis_name=axis.spmd_name
-    )
-    results = mapped(*arrays)
+    results = jax.vmap(call, axes, axis_size=axis.size, spmd_axis_name=axis.spmd_name)(*arrays)
     return results, [0] * len(results)
 
 
@@ -197,7 +194,7 @@ def _lowering(context: Any, *operands: Any, call: _Call, program: Any) -> Any:
 
 
 def _lowering_tangent(context: Any, *operands: Any, call: _Tangent) -> Any:
-    return mlir.lower_fun(lambda *arrays: jax.tree.leaves(call(*arrays)), multiple_results=True)(context, *operands)
+    return mlir.lower_fun(call, multiple_results=True)(context, *operands)
 
 
 for _primitive, _abstract_rule, _jvp_rule, _batching_rule, _lowering_rule in (
