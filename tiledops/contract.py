@@ -146,6 +146,24 @@ def check_gain(a: Any, shape: tuple[int, ...]) -> jax.Array:
     return gain
 
 
+def check_numbers(**values: Any) -> None:
+    """Hyperparameters by their names: real numbers or arrays of them, traced or not, whose values nobody looks at."""
+    for name, value in values.items():
+        known = isinstance(value, (numbers.Real, np.ndarray, np.generic, jax.Array)) or hasattr(value, "__jax_array__")
+        dtype: Any = getattr(value, "dtype", None) or (jnp.result_type(value) if known else None)
+        real = known and not isinstance(value, bool)
+        if not real or not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
+            raise TypeError(f"{name} must be a real number or an array of real numbers; got {value!r}")
+
+
+def check_scalars(**values: Any) -> None:
+    """The same of one number each."""
+    check_numbers(**values)
+    for name, value in values.items():
+        if jnp.ndim(value):
+            raise ValueError(f"{name} must be one number; got an array of shape {jnp.shape(value)}")
+
+
 def _number(a: Any) -> float:
     largest = float(np.finfo(np.float32).max)
     if a in (float("inf"), -float("inf")) or a != a or abs(a) <= largest:

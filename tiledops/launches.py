@@ -45,8 +45,10 @@ def stored(call: Call, launches: Sequence[Launch]) -> list[Arrays]:
     """The arrays that each launch stores."""
     results: list[Arrays] = [()] * len(launches)
     for i, launch in enumerate(launches):
-        if launch.arrays[0].size == 0:
-            results[i] = tuple(jnp.zeros(launch.arrays[0].shape, out) for out in launch.operation.outs)
+        if launch.arrays[0].size == 0:  # what takes an array's buffer is that array as it is, on its devices
+            taken = {out: launch.arrays[array] for array, out in launch.operation.aliases}
+            outs = enumerate(launch.operation.outs)
+            results[i] = tuple(taken.get(k, launch.arrays[0]).astype(dtype) for k, dtype in outs)
     for members, values in _run_all(call, launches):
         width = len(values) // len(members)
         for k, i in enumerate(members):
@@ -72,8 +74,8 @@ def _run_all(call: Call, launches: Sequence[Launch]) -> Iterator[tuple[list[int]
             its_call, coefficients, arrays = call.placed(
                 launch.coefficients, launch.arrays, spec=launch.spec, way_out=partitioning.SPECS
             )
-        except ValueError as refusal:
-            raise ValueError(f"{launch.where}: {refusal}") from None
+        except (TypeError, ValueError) as refusal:
+            raise type(refusal)(f"{launch.where}: {refusal}") from None
         key: Any = i
         if _packs(call, launch):
             placements = tuple(partitioning.residence(x) for x in arrays)

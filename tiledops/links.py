@@ -33,6 +33,7 @@ class Link:
       reads_param: whether it looks at p.
       keeps_update: whether the update that it hands on is its first block of state.
       makes_param: whether what it hands on is the new parameter; then it is the last.
+      forgets: whether a leaf without an update loses its state, as Optax has it.
     """
 
     compute: Callable[..., Computed]
@@ -42,6 +43,7 @@ class Link:
     reads_param: bool = False
     keeps_update: bool = False
     makes_param: bool = False
+    forgets: bool = False
 
 
 def link(*numbers: str, **attributes: Any) -> Callable[[Callable[..., Computed]], Link]:
@@ -76,7 +78,7 @@ def decayed_weights(numbers: Blocks, g: jax.Array, state: Blocks, p: jax.Array, 
     return multiply_add(weight_decay, p, g, exact=exact), ()
 
 
-@link("decay", state=1, flops=2, keeps_update=True)
+@link("decay", state=1, flops=2, keeps_update=True, forgets=True)
 def trace(numbers: Blocks, g: jax.Array, state: Blocks, p: jax.Array, *, exact: bool) -> Computed:
     """t' = decay*t + g,  u = t'."""
     (decay,), (t,) = numbers, state
@@ -84,7 +86,7 @@ def trace(numbers: Blocks, g: jax.Array, state: Blocks, p: jax.Array, *, exact: 
     return t, (t,)
 
 
-@link("decay", state=1, flops=4)
+@link("decay", state=1, flops=4, forgets=True)
 def nesterov_trace(numbers: Blocks, g: jax.Array, state: Blocks, p: jax.Array, *, exact: bool) -> Computed:
     """t' = decay*t + g,  u = decay*t' + g."""
     (decay,), (t,) = numbers, state

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 
-from tiledops import links
+from tiledops import contract, links
 from tiledops.passes import Stage
 from tiledops.transformation import Plan, TiledTransformation, accumulator, with_state
 
@@ -33,6 +33,7 @@ def trace(decay: Any, nesterov: bool = False, accumulator_dtype: Any | None = No
     Raises:
       TypeError: another dtype, here or of a leaf; the message names the leaf by its path.
     """
+    contract.check_numbers(decay=decay)
     accumulator_dtype = accumulator(accumulator_dtype, "accumulator_dtype")
     init = optax.trace(0.0, accumulator_dtype=accumulator_dtype).init
     link = links.nesterov_trace if nesterov else links.trace
@@ -40,7 +41,7 @@ def trace(decay: Any, nesterov: bool = False, accumulator_dtype: Any | None = No
     def plan(state: optax.TraceState, *_: Any) -> Plan:
         return Plan((Stage(link, (decay,), (state.trace,), (decay,)),), lambda new: optax.TraceState(*new[0]))
 
-    return TiledTransformation.of(with_state(init), plan)
+    return TiledTransformation.of(with_state(init), plan, optax.TraceState)
 
 
 def ema(decay: Any, debias: bool = True, accumulator_dtype: Any | None = None) -> TiledTransformation:
@@ -61,6 +62,7 @@ def ema(decay: Any, debias: bool = True, accumulator_dtype: Any | None = None) -
     Raises:
       TypeError: another dtype, here or of a leaf; the message names the leaf by its path.
     """
+    contract.check_numbers(decay=decay)
     accumulator_dtype = accumulator(accumulator_dtype, "accumulator_dtype")
     init = optax.ema(0.0, accumulator_dtype=accumulator_dtype).init
 
@@ -71,7 +73,7 @@ def ema(decay: Any, debias: bool = True, accumulator_dtype: Any | None = None) -
         stage = Stage(link, numbers, (state.ema,), (decay,))
         return Plan((stage,), lambda new: optax.EmaState(count, *new[0]))
 
-    return TiledTransformation.of(with_state(init), plan)
+    return TiledTransformation.of(with_state(init), plan, optax.EmaState)
 
 
 def scale_by_adam(
@@ -104,6 +106,7 @@ def scale_by_adam(
     Raises:
       TypeError: another dtype, here or of a leaf; the message names the leaf by its path.
     """
+    contract.check_numbers(b1=b1, b2=b2, eps=eps, eps_root=eps_root)
     init = optax.scale_by_adam(mu_dtype=accumulator(mu_dtype, "mu_dtype")).init
 
     def plan(state: optax.ScaleByAdamState, *_: Any) -> Plan:
@@ -115,7 +118,7 @@ def scale_by_adam(
         stage = Stage(link, tuple(numbers), (state.mu, state.nu), (b1, b2, eps, eps_root))
         return Plan((stage,), lambda new: optax.ScaleByAdamState(count, *new[0]))
 
-    return TiledTransformation.of(with_state(init), plan)
+    return TiledTransformation.of(with_state(init), plan, optax.ScaleByAdamState)
 
 
 def scale_by_lion(
@@ -147,6 +150,7 @@ def scale_by_lion(
     modes = {"hard": links.lion, "smooth": links.smooth_lion, "refined": links.refined_lion}
     if mode not in modes:
         raise ValueError(f"mode must be one of {', '.join(modes)}; got {mode!r}")
+    contract.check_numbers(b1=b1, b2=b2, smooth_beta=smooth_beta)
     init = optax.scale_by_lion(mu_dtype=accumulator(mu_dtype, "mu_dtype")).init
     smooth = (smooth_beta,) if mode == "smooth" else ()
 
@@ -155,7 +159,7 @@ def scale_by_lion(
         stage = Stage(modes[mode], (b1, 1 - b1, b2, 1 - b2, *smooth), (state.mu,), (b1, *smooth))
         return Plan((stage,), lambda new: optax.ScaleByLionState(count, *new[0]))
 
-    return TiledTransformation.of(with_state(init), plan)
+    return TiledTransformation.of(with_state(init), plan, optax.ScaleByLionState)
 
 
 def _inverse_bias(decay: Any, count: Any) -> Any:

@@ -48,7 +48,8 @@ class Operation:
         """The operation of one leaf that has so many arrays, on several leaves."""
         outs = len(self.outs)
         aliases = tuple((k * arrays + i, k * outs + out) for k in range(leaves) for i, out in self.aliases)
-        return dataclasses.replace(self, outs=self.outs * leaves, aliases=aliases, leaves=leaves)
+        total = None if self.total is None else (1,)  # a scalar among them is a vector of one
+        return dataclasses.replace(self, outs=self.outs * leaves, total=total, aliases=aliases, leaves=leaves)
 
     @property
     def leaf(self) -> Operation:

@@ -148,7 +148,7 @@ def per_shard(
         in_specs=(specs, placement.spec),
         out_specs=(
             *(placement.spec for _ in operation.outs),
-            *(_of_coefficient(t, placement.spec) for t in [total] if t),
+            *(_of_coefficient(t, placement.spec) for t in [total] if t is not None),
         ),
     )(coefficients, arrays)
 
@@ -217,6 +217,9 @@ def _check_simulator(mesh: Any, *, nested: bool) -> None:
 def _check_spec(spec: PartitionSpec, sizes: dict[str, int], shape: tuple[int, ...]) -> None:
     if len(spec) > len(shape):
         raise ValueError(f"spec must have at most one entry an axis of the array; got {spec} for shape {shape}")
+    given = [name for entry in spec for name in _names(entry)]
+    if len(set(given)) < len(given):
+        raise ValueError(f"spec must name each axis of the mesh once at most; got {spec}")
     for extent, entry in zip(shape, spec, strict=False):
         shards = 1
         for name in _names(entry):

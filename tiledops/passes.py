@@ -9,13 +9,11 @@ metrics often read it after the step.
 
 from __future__ import annotations
 
-import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from tiledops import blocks, contract, launches, links
@@ -57,7 +55,7 @@ def run(
     """Runs stages over every leaf, one pass over each.
 
     Args:
-      updates: the gradients. A None leaf has no update and no new state.
+      updates: the gradients. A None leaf has no update and no new state, and must have had none.
       params: needed to apply, or by a stage that reads it; else it may be None.
       apply: whether to add the update to the parameter.
       accept: a bool scalar array; where it is False, parameters and state stay as they are, and updates are zero.
@@ -78,17 +76,18 @@ def run(
         _column(structure, params, names[1]),
         *(_column(structure, tree, "the state") for stage in stages for tree in stage.state),
     ]
-    masks = [_spread(True if stage.mask is None else stage.mask, lead, structure) for stage in stages]
-    placed = _spread(specs, lead, structure)
+    masks = [_spread(True if stage.mask is None else stage.mask, lead, structure, "mask") for stage in stages]
+    placed = _placed(specs, lead, paths, structure)
     leaves = _Leaves(call, stages, accept, names)
     results: list[Any] = [None] * len(paths)
     states: list[list[Any]] = [[None] * len(paths) for _ in columns[2:]]
     passes: list[tuple[int, _Pass]] = []
     for i, (path, leaf) in enumerate(paths):
         g, p, *state = (column[i] for column in columns)
-        if leaf is None:
-            continue
         where = jax.tree_util.keystr(path)
+        if leaf is None:
+            _check_forgotten(stages, state, f"{names[apply]}{where}")
+            continue
         if g is None:
             raise ValueError(
                 f"every parameter needs an update; got None for {names[0]}{where}. Give zeros, or mask it out"
@@ -193,7 +192,7 @@ def sum_of_squares(tree: Any, *, checked: bool = False, specs: Any = None) -> ja
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     block = blocks.checked_square if checked else blocks.square
     jobs = []
-    for (path, leaf), spec in zip(paths, _spread(specs, tree, structure), strict=True):
+    for (path, leaf), spec in zip(paths, _placed(specs, tree, paths, structure), strict=True):
         what = f"updates{jax.tree_util.keystr(path)}"
         x = check_leaf(leaf, what)
         jobs.append(Launch(call.operation(block, total=(1,) * x.ndim), (), (), (x,), what, spec))
@@ -202,6 +201,8 @@ def sum_of_squares(tree: Any, *, checked: bool = False, specs: Any = None) -> ja
 
 def check_leaf(value: Any, what: str, shape: tuple[int, ...] | None = None) -> jax.Array:
     """A leaf as an array that kernels take, or the refusal with its path in the tree."""
+    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and value.is_deleted():
+        raise RuntimeError(f"{what} was deleted: a call that it was donated to returned another. Use that one")
     try:
         array = contract.check_array(value, what)
     except TypeError as refusal:
@@ -215,11 +216,7 @@ def check_leaf(value: Any, what: str, shape: tuple[int, ...] | None = None) -> j
 
 def number(value: Any, name: str) -> jax.Array:
     """A hyperparameter as a float32 array, whatever it came as."""
-    real = isinstance(value, (numbers.Real, np.ndarray, np.generic, jax.Array)) and not isinstance(value, bool)
-    if not real or not (
-        jnp.issubdtype(kind := jnp.result_type(value), jnp.floating) or jnp.issubdtype(kind, jnp.integer)
-    ):
-        raise TypeError(f"{name} must be a real number or an array of real numbers; got {value!r}")
+    contract.check_numbers(**{name: value})
     return jnp.asarray(value, jnp.float32)
 
 
@@ -240,14 +237,43 @@ def _column(structure: Any, tree: Any, what: str) -> list[Any]:
     return leaves
 
 
-def _spread(prefix: Any, lead: Any, structure: Any) -> list[Any]:
-    """The leaves of a prefix of the tree, such as a mask or PartitionSpecs, one for each leaf below them."""
-    if prefix is None:
+def _check_forgotten(stages: Sequence[Stage], state: list[Any], what: str) -> None:
+    """Of a leaf that is None no state remains: there must be none. (Optax's trace forgets it, all others raise.)"""
+    states = iter(state)
+    for stage in stages:
+        its = [next(states) for _ in stage.state]
+        if not stage.link.forgets and any(value is not None for value in its):
+            raise ValueError(
+                f"{what} is None, but there is a state of it, which would be lost. Give zeros, or mask it out with "
+                "optax.masked or optax.partition"
+            )
+
+
+def _placed(specs: Any, lead: Any, paths: Any, structure: Any) -> list[Any]:
+    """The PartitionSpec of each leaf, or None."""
+    if specs is None:
         return [None] * structure.num_leaves
+    placed = _spread(specs, lead, structure, "specs", is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
+    for (path, _), spec in zip(paths, placed, strict=True):
+        if spec is not None and not isinstance(spec, PartitionSpec):
+            where = jax.tree_util.keystr(path)
+            raise TypeError(
+                f"specs must be jax.P(...), one entry an axis of the leaf; got {spec!r} for {where or 'the leaf'}"
+            )
+    return placed
+
+
+def _spread(
+    prefix: Any, lead: Any, structure: Any, what: str, is_leaf: Callable[[Any], bool] | None = None
+) -> list[Any]:
+    """The leaves of a prefix of the tree, such as a mask or PartitionSpecs, one for each leaf below them."""
 
     def below(value: Any, subtree: Any) -> Any:
         return jax.tree.map(lambda _: value, subtree, is_leaf=_is_none)
 
-    whole = jax.tree.map(below, prefix, lead, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    try:
+        whole = jax.tree.map(below, prefix, lead, is_leaf=is_leaf)
+    except ValueError as mismatch:
+        raise ValueError(f"{what} must be a tree like the parameters', or a prefix of it: {mismatch}") from None
     leaves: list[Any] = structure.flatten_up_to(whole)
     return leaves

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 
-from tiledops import links, passes
+from tiledops import contract, links, passes
 from tiledops.passes import Stage
 from tiledops.transformation import Incoming, Plan, TiledTransformation, masked
 
@@ -42,6 +42,8 @@ def scale(step_size: Any) -> TiledTransformation:
       TypeError: a leaf that is not float32 or bfloat16; the message names it by its path.
     """
 
+    contract.check_numbers(step_size=step_size)
+
     def plan(state: optax.EmptyState, *_: Any) -> Plan:
         return Plan((Stage(links.scale, (step_size,), promotes=(step_size,)),), lambda _: state)
 
@@ -67,11 +69,14 @@ def scale_by_schedule(step_size_fn: Callable[[Any], Any]) -> TiledTransformation
       TypeError: a leaf that is not float32 or bfloat16; the message names it by its path.
     """
 
+    if not callable(step_size_fn):
+        raise TypeError(f"step_size_fn must be a function from the step to a number; got {step_size_fn!r}")
+
     def plan(state: optax.ScaleByScheduleState, *_: Any) -> Plan:
         new_state = optax.ScaleByScheduleState(count=optax.safe_increment(state.count))
         return Plan((Stage(links.scale, (step_size_fn(state.count),)),), lambda _: new_state)
 
-    return TiledTransformation.of(optax.scale_by_schedule(step_size_fn).init, plan)
+    return TiledTransformation.of(optax.scale_by_schedule(step_size_fn).init, plan, optax.ScaleByScheduleState)
 
 
 def scale_by_learning_rate(
@@ -98,6 +103,7 @@ def scale_by_learning_rate(
     sign = -1 if flip_sign else 1
     if callable(learning_rate):
         return scale_by_schedule(lambda count: sign * learning_rate(count))
+    contract.check_numbers(learning_rate=learning_rate)
     return scale(sign * learning_rate)
 
 
@@ -122,6 +128,8 @@ def add_decayed_weights(weight_decay: ScalarOrSchedule = 0.0, mask: Any | None =
       ValueError: `update` without params.
       TypeError: a leaf that is not float32 or bfloat16; the message names it by its path.
     """
+    if not callable(weight_decay):
+        contract.check_numbers(weight_decay=weight_decay)
     init = optax.add_decayed_weights(weight_decay).init
 
     def plan(state: Any, *_: Any) -> Plan:
@@ -152,6 +160,8 @@ def clip(max_delta: Any) -> TiledTransformation:
       TypeError: a leaf that is not float32 or bfloat16; the message names it by its path.
     """
 
+    contract.check_numbers(max_delta=max_delta)
+
     def plan(state: optax.EmptyState, *_: Any) -> Plan:
         return Plan((Stage(links.clip, (max_delta,), promotes=(max_delta,)),), lambda _: state)
 
@@ -176,6 +186,8 @@ def clip_by_global_norm(max_norm: Any) -> TiledTransformation:
     Raises:
       TypeError: a leaf that is not float32 or bfloat16; the message names it by its path.
     """
+
+    contract.check_scalars(max_norm=max_norm)
 
     def plan(state: optax.EmptyState, incoming: Incoming) -> Plan:
         squares = incoming.squares

@@ -12,6 +12,7 @@ import jax
 import optax  # type: ignore[import-untyped]
 from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from flax.nnx.training.optimizer import to_opt_state
 from flax.training import train_state
 
 from tiledops.transformation import TiledTransformation
@@ -44,8 +45,8 @@ class Optimizer(nnx.Optimizer[Any]):
         Args:
           model: the module.
           grads: the gradients that `nnx.grad` made.
-          **kwargs: extra arguments of the transformation, such as `value=loss`; on a mesh with `Auto` axes `specs`, a
-            tree of the parameters' PartitionSpecs or a prefix of it.
+          **kwargs: extra arguments of the transformation, such as `value=loss`; `check_finite`, as of `step`; on a mesh
+            with `Auto` axes `specs`, a tree of the parameters' PartitionSpecs or a prefix of it.
 
         Returns:
           None, where `nnx.Optimizer` returns the updates: in one pass they are never stored.
@@ -54,10 +55,13 @@ class Optimizer(nnx.Optimizer[Any]):
           TypeError, ValueError: as `tx.step`.
         """
         params, gradients = (nnx.as_pure(nnx.state(tree, self.wrt, graph=self.graph)) for tree in (model, grads))
-        state, extra_args = nnx.as_pure(self.opt_state), nnx.as_pure(kwargs)
-        params, state = _step(self.tx)(gradients, state, params, **extra_args)
+        old, extra_args = nnx.as_pure(self.opt_state), nnx.as_pure(kwargs)
+        params, new = _step(self.tx)(gradients, old, params, **extra_args)
+        if isinstance(new, optax.ApplyIfFiniteState) and not isinstance(old, optax.ApplyIfFiniteState):
+            # The first step with `check_finite`: the state begins to count.
+            self.opt_state = nnx.data(to_opt_state(new)._replace(inner_state=self.opt_state))
         nnx.update(model, params)
-        nnx.update(self.opt_state, nnx.state(state, graph=self.graph))
+        nnx.update(self.opt_state, nnx.state(new, graph=self.graph))
         self.step[...] += 1
 
 
@@ -90,8 +94,9 @@ class TrainState(train_state.TrainState):
 
         Args:
           grads: the gradients, a tree like `params`.
-          extra_args: extra arguments of the transformation by name, such as `{"value": loss}`; on a mesh with `Auto`
-            axes `{"specs": specs}`, a tree of the parameters' PartitionSpecs or a prefix of it.
+          extra_args: extra arguments of the transformation by name, such as `{"value": loss}`; `check_finite`, as of
+            `step`; on a mesh with `Auto` axes `{"specs": specs}`, a tree of the parameters' PartitionSpecs or a prefix
+            of it.
           **kwargs: other attributes to replace.
 
         Returns:

@@ -7,12 +7,14 @@ strings the stages of its members together, and `apply_if_finite`.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax  # type: ignore[import-untyped]
 
 from tiledops import contract, finite, passes
@@ -36,6 +38,26 @@ class Incoming(NamedTuple):
 
 
 Planner = Callable[[Any, Incoming], Plan]  # plan(state, incoming)
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """A transformation's `update`, with what else is made of the same: so a copy of the pair (init, update) is whole.
+
+    Attributes:
+      run: what `update` and `step` are made of.
+      plan: the links that `run` is made of; None: it is not, hence a pass of its own.
+      reads_all: the plan needs the values of all incoming updates, so that it can only be the first of a pass.
+      counts: whether its own state counts steps that are not finite.
+    """
+
+    run: Run
+    plan: Planner | None = None
+    reads_all: bool = False
+    counts: bool = False
+
+    def __call__(self, updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        return self.run(updates, state, params, Request(apply=False), **extra_args)
 
 
 class TiledTransformation(optax.GradientTransformationExtraArgs):
@@ -63,36 +85,39 @@ class TiledTransformation(optax.GradientTransformationExtraArgs):
     of it.
     """
 
-    step: Callable[..., tuple[Any, Any]]
-    run: Run  # what both are made of
-    plan: Planner | None  # None: not made of links, hence a pass of its own
-    reads_all: bool  # its plan needs the values of all incoming updates, so that it can only be the first of a pass
+    def step(
+        self, grads: Any, state: Any, params: Any, *, check_finite: bool = False, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        """`(params, state)` after one step: as the class says."""
+        if not isinstance(check_finite, (bool, np.bool_)):
+            raise TypeError(f"check_finite must be True or False; got {check_finite!r}")
+        run = self.made.run
+        if check_finite and not self.made.counts:
+            run, state = finite.guard(run, finite.NEVER), finite.counted(state)
+        return run(grads, state, params, Request(apply=True), **extra_args)
 
-    def __new__(cls, init: Any, run: Run, *, counts: bool = False) -> TiledTransformation:
-        """Of `init` and `run`; `counts` says that its own state counts steps that are not finite."""
-
-        def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-            return run(grads, state, params, Request(apply=False), **extra_args)
-
-        def step(
-            grads: Any, state: Any, params: Any, *, check_finite: bool = False, **extra_args: Any
-        ) -> tuple[Any, Any]:
-            if not check_finite or counts:
-                return run(grads, state, params, Request(apply=True), **extra_args)
-            checked = finite.guard(run, finite.NEVER)
-            return checked(grads, finite.counted(state), params, Request(apply=True), **extra_args)
-
-        self: TiledTransformation = super().__new__(cls, init, update)
-        self.step, self.run, self.plan, self.reads_all = step, run, None, False
-        return self
+    @property
+    def made(self) -> Update:
+        """What it is made of; an `update` that somebody else put in its place is one of Optax's."""
+        return self.update if isinstance(self.update, Update) else _adopted(self.update)
 
     @classmethod
-    def of(cls, init: Callable[[Any], Any], plan: Planner, *, reads_all: bool = False) -> TiledTransformation:
-        """From `init` and from what a step does; all else follows."""
+    def of(
+        cls, init: Callable[[Any], Any], plan: Planner, kind: type | None = None, *, reads_all: bool = False
+    ) -> TiledTransformation:
+        """From `init`, which makes a state of some `kind`, and from what a step does; all else follows."""
+
+        def checked(state: Any, incoming: Incoming) -> Plan:
+            if kind is not None and not isinstance(state, kind):
+                raise ValueError(
+                    f"the state must be the optax.{kind.__name__} that the transformation's init() makes; got "
+                    f"{type(state).__name__}"
+                )
+            return plan(state, incoming)
 
         def run(grads: Any, state: Any, params: Any, request: Request, **extra_args: Any) -> tuple[Any, Any]:
             specs = extra_args.get("specs")
-            stages, finish = plan(state, Incoming(grads, specs, request.squares))
+            stages, finish = checked(state, Incoming(grads, specs, request.squares))
             if params is None and (request.apply or any(stage.link.reads_param for stage in stages)):
                 raise ValueError("this transformation needs the parameters; got params=None. Pass them to update()")
             names = ("grads" if request.apply else "updates", "params")  # of `step`'s argument, or `update`'s
@@ -101,9 +126,7 @@ class TiledTransformation(optax.GradientTransformationExtraArgs):
             )
             return results, finite.chosen(request.accept, finish(new), state, new)
 
-        self = cls(init, run)
-        self.plan, self.reads_all = plan, reads_all
-        return self
+        return cls(init, Update(run, checked, reads_all))
 
     @classmethod
     def adopt(cls, transformation: optax.GradientTransformation) -> TiledTransformation:
@@ -115,16 +138,21 @@ class TiledTransformation(optax.GradientTransformationExtraArgs):
                 f"chain takes gradient transformations, tiledops' or Optax's; got {type(transformation).__name__}"
             )
         theirs = optax.with_extra_args_support(transformation)
+        return cls(theirs.init, _adopted(theirs.update))
 
-        def run(grads: Any, state: Any, params: Any, request: Request, **extra_args: Any) -> tuple[Any, Any]:
-            changes, new = theirs.update(grads, state, params, **extra_args)
-            kept = finite.chosen(request.accept, new, state)
-            if request.apply:
-                specs = extra_args.get("specs")
-                return passes.run((), changes, params, apply=True, accept=request.accept, specs=specs)[0], kept
-            return finite.chosen(request.accept, changes, jax.tree.map(jnp.zeros_like, changes)), kept
 
-        return cls(theirs.init, run)
+def _adopted(update: Callable[..., tuple[Any, Any]]) -> Update:
+    """Of an `update` of Optax's."""
+
+    def run(grads: Any, state: Any, params: Any, request: Request, **extra_args: Any) -> tuple[Any, Any]:
+        changes, new = update(grads, state, params, **extra_args)
+        kept = finite.chosen(request.accept, new, state)
+        if request.apply:
+            specs = extra_args.get("specs")
+            return passes.run((), changes, params, apply=True, accept=request.accept, specs=specs)[0], kept
+        return finite.chosen(request.accept, changes, jax.tree.map(jnp.zeros_like, changes)), kept
+
+    return Update(run)
 
 
 def chain(*transformations: optax.GradientTransformation) -> TiledTransformation:
@@ -152,23 +180,25 @@ def chain(*transformations: optax.GradientTransformation) -> TiledTransformation
     members = [TiledTransformation.adopt(transformation) for transformation in transformations]
     passes: list[list[TiledTransformation]] = []
     for member in members:
-        joins = passes and passes[-1][-1].plan and member.plan and not member.reads_all
+        joins = passes and passes[-1][-1].made.plan and member.made.plan and not member.made.reads_all
         if joins:
             passes[-1].append(member)
         else:
             passes.append([member])
-    if len(passes) <= 1 and all(member.plan for member in members):
+    if len(passes) <= 1 and all(member.made.plan for member in members):
         return _one_pass(members)
     return _several_passes(passes)
 
 
 def _one_pass(members: Sequence[TiledTransformation]) -> TiledTransformation:
+    planners = [planner for member in members if (planner := member.made.plan)]
+
     def init(params: Any) -> tuple[Any, ...]:
         return tuple(member.init(params) for member in members)
 
     def plan(state: Any, incoming: Incoming) -> Plan:
         _check_states(state, len(members))
-        plans = [member.plan(its, incoming) for member, its in zip(members, state, strict=True)]  # type: ignore[misc]
+        plans = [plan(its, incoming) for plan, its in zip(planners, state, strict=True)]
 
         def finish(new: list[tuple[Any, ...]]) -> tuple[Any, ...]:
             trees = iter(new)
@@ -176,12 +206,12 @@ def _one_pass(members: Sequence[TiledTransformation]) -> TiledTransformation:
 
         return Plan(tuple(stage for plan in plans for stage in plan.stages), finish)
 
-    return TiledTransformation.of(init, plan, reads_all=bool(members) and members[0].reads_all)
+    return TiledTransformation.of(init, plan, reads_all=bool(members) and members[0].made.reads_all)
 
 
 def _several_passes(passes: list[list[TiledTransformation]]) -> TiledTransformation:
     """Each pass is a chain; the state is the concatenation of theirs."""
-    parts = [_one_pass(members) if members[0].plan else _alone(members[0]) for members in passes]
+    parts = [_one_pass(members) if members[0].made.plan else _alone(members[0]) for members in passes]
     ends = list(itertools.accumulate(len(members) for members in passes))
 
     def split(state: Any) -> list[Any]:
@@ -195,22 +225,22 @@ def _several_passes(passes: list[list[TiledTransformation]]) -> TiledTransformat
         new: tuple[Any, ...] = ()
         for part, old in zip(parts, split(state), strict=True):
             its_request = request._replace(apply=request.apply and part is parts[-1])
-            grads, its = part.run(grads, old, params, its_request, **extra_args)
+            grads, its = part.made.run(grads, old, params, its_request, **extra_args)
             new += its
             request = request._replace(squares=None)  # those that come next are others
         return grads, new
 
-    return TiledTransformation(init, run)
+    return TiledTransformation(init, Update(run))
 
 
 def _alone(member: TiledTransformation) -> TiledTransformation:
     """A transformation that is a pass of its own, as a chain of one."""
 
     def run(grads: Any, state: Any, params: Any, request: Request, **extra_args: Any) -> tuple[Any, Any]:
-        grads, its = member.run(grads, state[0], params, request, **extra_args)
+        grads, its = member.made.run(grads, state[0], params, request, **extra_args)
         return grads, (its,)
 
-    return TiledTransformation(lambda params: (member.init(params),), run)
+    return TiledTransformation(lambda params: (member.init(params),), Update(run))
 
 
 def apply_if_finite(inner: optax.GradientTransformation, max_consecutive_errors: int) -> TiledTransformation:
@@ -235,9 +265,10 @@ def apply_if_finite(inner: optax.GradientTransformation, max_consecutive_errors:
     Raises:
       TypeError: a leaf that is not float32 or bfloat16; the message names it by its path.
     """
+    contract.check_scalars(max_consecutive_errors=max_consecutive_errors)
     inner = TiledTransformation.adopt(inner)
     init = optax.apply_if_finite(inner, max_consecutive_errors).init
-    return TiledTransformation(init, finite.guard(inner.run, max_consecutive_errors), counts=True)
+    return TiledTransformation(init, Update(finite.guard(inner.made.run, max_consecutive_errors), counts=True))
 
 
 def _check_states(state: Any, count: int) -> None:
@@ -257,7 +288,8 @@ def masked(init: Callable[[Any], Any], plan: Planner, mask: Any) -> TiledTransfo
         stages = tuple(stage._replace(mask=tree) for stage in stages)
         return Plan(stages, lambda new: optax.MaskedState(finish(new)))
 
-    return TiledTransformation.of(optax.masked(optax.GradientTransformation(init, _unused), mask).init, masked_plan)
+    masked_init = optax.masked(optax.GradientTransformation(init, _unused), mask).init
+    return TiledTransformation.of(masked_init, masked_plan, optax.MaskedState)
 
 
 def _unused(*_: Any) -> Any:

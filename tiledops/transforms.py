@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tiledops import contract
 from tiledops.momentum import ema, scale_by_adam, scale_by_lion, trace
 from tiledops.scaling import (
     ScalarOrSchedule,
@@ -75,6 +76,8 @@ def sgd(
     Returns:
       A transformation with Optax's state.
     """
+    if momentum is not None:
+        contract.check_numbers(momentum=momentum)
     memory = identity() if momentum is None else trace(momentum, nesterov, accumulator_dtype)
     return chain(memory, scale_by_learning_rate(learning_rate))
 
