@@ -111,6 +111,32 @@ def test_a_train_state_takes_extra_arguments():
     assert_agree(got, train_linen(TrainState, constant(lambda args: -0.1)))
 
 
+@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+def test_an_optimizer_begins_to_count_where_it_begins_to_check(jit):
+    """Its state becomes one that counts, with the values that it has; a refused step leaves the model as it is."""
+    model, twin = (nnx.Linear(3, 4, rngs=nnx.Rngs(0)) for _ in range(2))
+    tx = transforms.adam(0.1)
+    optimizer, plain = Optimizer(model, tx, wrt=nnx.Param), Optimizer(twin, tx, wrt=nnx.Param)
+
+    @jit
+    def step(model, optimizer, x):
+        optimizer.update(model, nnx.grad(lambda model: jnp.sum(model(x) ** 2))(model), check_finite=True)
+
+    @jit
+    def plain_step(model, optimizer, x):
+        optimizer.update(model, nnx.grad(lambda model: jnp.sum(model(x) ** 2))(model))
+
+    for factor in (1.0, np.nan, 1.0):
+        step(model, optimizer, X * factor)
+        if np.isfinite(factor):
+            plain_step(twin, plain, X)
+    assert isinstance(optimizer.opt_state, optax.ApplyIfFiniteState)
+    assert int(optimizer.opt_state.total_notfinite[...]) == 1
+    assert int(optimizer.step[...]) == 3
+    wanted = nnx.state(twin), nnx.as_pure(plain.opt_state)
+    assert_agree((nnx.state(model), nnx.as_pure(optimizer.opt_state).inner_state), wanted)
+
+
 def test_simulated_kernels_train_as_flaxs():
     tx = transforms.sgd(0.1, 0.9)
     assert_agree(train_nnx(Optimizer, tx, mode="simulate"), train_nnx(nnx.Optimizer, tx))

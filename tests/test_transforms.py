@@ -258,38 +258,3 @@ def test_a_masked_leaf_may_be_of_any_dtype(reference):
     updates, _ = tx.update(tree, tx.init(tree), tree)
     np.testing.assert_array_equal(updates["w"], np.full(3, 1.5))
     np.testing.assert_array_equal(updates["count"], np.arange(3))
-
-
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.int32, jnp.complex64])
-def test_a_leaf_that_kernels_cannot_take_is_refused_by_its_path(dtype):
-    params = {"layers": [{"kernel": jnp.ones(2, dtype)}]}
-    message = rf"params\['layers'\]\[0\]\['kernel'\] must be float32 or bfloat16; got {dtype.__name__}.*optax.masked"
-    with pytest.raises(TypeError, match=message):
-        transforms.trace(0.9).init(params)
-    with pytest.raises(TypeError, match=message.replace("params", "updates")):
-        transforms.scale(0.5).update(params, optax.EmptyState())
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda g: transforms.trace(0.9, accumulator_dtype=jnp.float16), TypeError, "accumulator_dtype.*got float16"),
-        (lambda g: transforms.scale("0.1").update(g, ()), TypeError, "step_size must be a real number.*got '0.1'"),
-        (lambda g: transforms.scale(True).update(g, ()), TypeError, "step_size must be a real number.*got True"),
-        (lambda g: transforms.scale(1j).update(g, ()), TypeError, "step_size must be a real number.*got 1j"),
-        (
-            lambda g: transforms.scale(jnp.ones(7)).update(g, ()),
-            ValueError,
-            r"step_size.*shape \(7,\).*\['w'\].*\(3,\)",
-        ),
-        (
-            lambda g: transforms.add_decayed_weights(0.1).update(g, ()),
-            ValueError,
-            "needs the parameters; got params=No",
-        ),
-        (lambda g: transforms.trace(0.9).update(g, optax.TraceState({})), ValueError, "tree structure; the state diff"),
-    ],
-)
-def test_misuse_is_refused(call, error, message):
-    with pytest.raises(error, match=message):
-        call({"w": jnp.ones(3)})

@@ -74,8 +74,11 @@ def _run_all(call: Call, launches: Sequence[Launch]) -> Iterator[tuple[list[int]
             its_call, coefficients, arrays = call.placed(
                 launch.coefficients, launch.arrays, spec=launch.spec, way_out=partitioning.SPECS
             )
-        except (TypeError, ValueError) as refusal:
-            raise type(refusal)(f"{launch.where}: {refusal}") from None
+        except ValueError as refusal:
+            raise ValueError(f"{launch.where}: {refusal}") from None
+        except Exception as error:  # JAX's own, of arrays that don't go together on a mesh
+            error.add_note(f"These are the arrays of {launch.where}.")
+            raise
         key: Any = i
         if _packs(call, launch):
             placements = tuple(partitioning.residence(x) for x in arrays)
