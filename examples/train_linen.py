@@ -29,7 +29,7 @@ gave (`--seed 0` on Python 3.11, `--seed 1` on 3.13; 2026-12-02): plain add ende
 of the held-out bytes right; the four gates at 0.34-0.37 and 0.39-0.41 bits, 81.4-82.0% and 84.9-86.4%. That there is a
 gate counts for more here than which.
 
-By default the kernels are replaced by plain jnp (`--mode reference`), since a simulated kernel takes some 20 ms a tile:
+By default the kernels are replaced by plain jnp (`--mode reference`), since a simulated kernel takes some 5 ms a tile:
 `--mode simulate --steps 2` shows that they are right, and on a TPU `--mode tpu` runs them.
 """
 

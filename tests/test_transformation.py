@@ -169,6 +169,7 @@ def test_a_copy_is_whole(copied):
     for ours in (again, transforms.chain(again, transforms.scale(1.0))):
         state = ours.init(params)
         assert len(kernels(ours.step, params, state, params)) == 1
+        np.testing.assert_array_equal(ours.update(params, state, params)[0], np.full((8, 128), -0.5))
         np.testing.assert_array_equal(ours.step(params, state, params)[0], np.full((8, 128), 0.5))
 
 
