@@ -3,7 +3,7 @@
 A file imports from its own row and from those below:
 
     packaging     linen nnx transforms                        flax and optax are imported here and one row below
-    its parts     gates training momentum scaling updates transformation finite
+    its parts     gates training chaining momentum scaling updates transformation finite
     operations    axpy derivatives passes links launches      on two arrays, on trees of them
     placement     rules calls partitioning                    the same call under grad and vmap, and on each shard
     the engine    stream operation tile sums packing donation simulator   tiles of HBM arrays through a block function

@@ -21,6 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 from tiledops import contract
+from tiledops.chaining import chain
 from tiledops.momentum import ema, scale_by_adam, scale_by_lion, trace
 from tiledops.scaling import (
     ScalarOrSchedule,
@@ -32,7 +33,7 @@ from tiledops.scaling import (
     scale_by_learning_rate,
     scale_by_schedule,
 )
-from tiledops.transformation import TiledTransformation, apply_if_finite, chain
+from tiledops.transformation import TiledTransformation, apply_if_finite
 
 __all__ = [
     "TiledTransformation",
