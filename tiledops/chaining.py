@@ -8,7 +8,7 @@ from typing import Any
 
 import optax  # type: ignore[import-untyped]
 
-from tiledops.finite import Request
+from tiledops.finite import Request, way_out
 from tiledops.transformation import Incoming, Plan, TiledTransformation, Update
 
 
@@ -104,5 +104,5 @@ def _check_states(state: Any, count: int) -> None:
     if not isinstance(state, tuple) or hasattr(state, "_fields") or len(state) != count:
         raise ValueError(
             f"the state of a chain of {count} must be the tuple of {count} states that its init() makes; got "
-            f"{type(state).__name__}" + (f" of {len(state)}" if isinstance(state, tuple) else "")
+            f"{type(state).__name__}" + (f" of {len(state)}" if isinstance(state, tuple) else "") + way_out(state)
         )

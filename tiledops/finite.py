@@ -68,6 +68,13 @@ def counted(state: Any) -> optax.ApplyIfFiniteState:
     return optax.ApplyIfFiniteState(jnp.zeros((), jnp.int32), jnp.array(True), jnp.zeros((), jnp.int32), state)
 
 
+def way_out(state: Any) -> str:
+    """What to do with a state that counts, where one that doesn't is wanted."""
+    if not isinstance(state, optax.ApplyIfFiniteState):
+        return ""
+    return ". It counts steps that are not finite: go on with check_finite=True, or with its inner_state"
+
+
 def chosen(accept: jax.Array | None, new: Any, old: Any, done: Any = ()) -> Any:
     """The new tree, or the old one where a step is not accepted; of `done` the leaves are chosen already."""
     if accept is None:

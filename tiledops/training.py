@@ -12,7 +12,6 @@ import jax
 import optax  # type: ignore[import-untyped]
 from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
-from flax.nnx.training.optimizer import to_opt_state
 from flax.training import train_state
 
 from tiledops.transformation import TiledTransformation
@@ -45,21 +44,24 @@ class Optimizer(nnx.Optimizer[Any]):
         Args:
           model: the module.
           grads: the gradients that `nnx.grad` made.
-          **kwargs: extra arguments of the transformation, such as `value=loss`; `check_finite`, as of `step`; on a mesh
-            with `Auto` axes `specs`, a tree of the parameters' PartitionSpecs or a prefix of it.
+          **kwargs: extra arguments of the transformation, such as `value=loss`; on a mesh with `Auto` axes `specs`, a
+            tree of the parameters' PartitionSpecs or a prefix of it.
 
         Returns:
           None, where `nnx.Optimizer` returns the updates: in one pass they are never stored.
 
         Raises:
-          TypeError, ValueError: as `tx.step`.
+          TypeError, ValueError: as `tx.step`; and `check_finite=True`, unless `tx` is an `apply_if_finite`, whose every
+            step checks.
         """
         params, gradients = (nnx.as_pure(nnx.state(tree, self.wrt, graph=self.graph)) for tree in (model, grads))
         old, extra_args = nnx.as_pure(self.opt_state), nnx.as_pure(kwargs)
+        if kwargs.get("check_finite") and not isinstance(old, optax.ApplyIfFiniteState):
+            raise ValueError(
+                "check_finite=True needs a state that counts, and an nnx.Optimizer's state keeps its type. Make the "
+                "optimizer of tiledops.transforms.apply_if_finite(tx, max_consecutive_errors), whose every step checks"
+            )
         params, new = _step(self.tx)(gradients, old, params, **extra_args)
-        if isinstance(new, optax.ApplyIfFiniteState) and not isinstance(old, optax.ApplyIfFiniteState):
-            # The first step with `check_finite`: the state begins to count.
-            self.opt_state = nnx.data(to_opt_state(new)._replace(inner_state=self.opt_state))
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(new, graph=self.graph))
         self.step[...] += 1

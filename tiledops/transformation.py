@@ -110,7 +110,7 @@ class TiledTransformation(optax.GradientTransformationExtraArgs):
             if kind is not None and not isinstance(state, kind):
                 raise ValueError(
                     f"the state must be the optax.{kind.__name__} that the transformation's init() makes; got "
-                    f"{type(state).__name__}"
+                    f"{type(state).__name__}{finite.way_out(state)}"
                 )
             return plan(state, incoming)
 
