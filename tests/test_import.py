@@ -72,7 +72,8 @@ def test_it_touches_no_device() -> None:
 
 
 def test_it_takes_hardly_longer_than_jax() -> None:
-    """A fifth of a second more at most, of processor time: an import waits for nothing but the disk, once.
+    """A fifth of a second more at most, of processor time: an import waits for nothing but the disk, once. On a machine
+    so slow that JAX alone takes more than a second, a fifth of that.
 
     Other processes can only add to a time, so that the least of several counts.
     """
@@ -81,6 +82,6 @@ def test_it_takes_hardly_longer_than_jax() -> None:
     for _ in range(TRIES):
         jax_alone.append(float(python(program.format("jax"))))
         both.append(float(python(program.format("tiledops"))))
-        if min(both) <= min(jax_alone) + 0.2:
+        if min(both) <= min(jax_alone) + 0.2 * max(1.0, min(jax_alone)):
             return
     raise AssertionError(f"seconds to import jax: {jax_alone}, tiledops: {both}")
